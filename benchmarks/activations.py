@@ -21,7 +21,7 @@ from benchmarks.marked import table
 from benchmarks.peers.ours import sequential
 from benchmarks.peers.plain import COMPILED, EAGER, TorchCompiled, TorchEager, leaves_of
 from benchmarks.problem import Problem
-from fusedmoe.builtin_rules.sm90.backend import OnSm90
+from fusedmoe.builtin_rules.requirements import OnSm90
 from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
 
 FORWARD, BACKWARD = "SwiGLU, row scale", "derivative, gradient of the row scale"
@@ -60,7 +60,7 @@ class Ours:
     """The kernels, and `fm.Sequential`, to be called in `products_of_torch`."""
 
     name = OURS
-    packages = ("fusedmoe.kernels.sm90.functions",)
+    packages = ("fusedmoe.kernels.sm90.products",)
 
     def scaled_activation(self, problem: Problem) -> Candidate:
         p, scale = problem.preactivation, problem.row_scale
@@ -152,4 +152,4 @@ def _step(problem: Problem, *without: str) -> Candidate:
 
 
 def _functions() -> Any:
-    return importlib.import_module("fusedmoe.kernels.sm90.functions")
+    return importlib.import_module("fusedmoe.kernels.sm90.products")

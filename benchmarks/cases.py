@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.ceiling import Ceiling
 from benchmarks.problem import Problem
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import CallTime, Timer, memory_of, times_of
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import CallTime, Timer, memory_of, times_of
 
 OURS = "fusedmoe"
 WRONG = 0.008  # limit of the relative error, in norm; bf16 rounding in two products gives about 0.005

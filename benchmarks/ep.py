@@ -32,10 +32,10 @@ from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
 from benchmarks.ep_timing import slowest
 from benchmarks.peers import all_to_all
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import activate, relative_error
-from fusedmoe.bench.measure import WRONG
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import CallTime, Timer, memory_of
+from fusedmoe.commands.bench.layer import activate, relative_error
+from fusedmoe.commands.bench.measure import WRONG
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import CallTime, Timer, memory_of
 from fusedmoe.expert_parallel.group import EngineName
 
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.ep_model import ALLGATHER, ENGINES, FUSED_PEER, REFERENCE, SORTED, UNFUSED_PEER, layers, predict
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import COMPILED, OURS
+from fusedmoe.commands.bench.layer import COMPILED, OURS
 
 # Measured on two H200s before there was a section ``ep``: ms of forward + backward, by tokens per rank and name.
 FIRST_GPU, FIRST_LAYER, FIRST_RANKS = "NVIDIA H200", "qwen3-30b-a3b", 2

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import COMPILED, OURS
-from fusedmoe.bench.measure import FORWARD, STEP
+from fusedmoe.commands.bench.layer import COMPILED, OURS
+from fusedmoe.commands.bench.measure import FORWARD, STEP
 from fusedmoe.expert_parallel.engine import expected_share
 from fusedmoe.expert_parallel.symmetric import FEW
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fusedmoe as fm
 from benchmarks.timing import HostTime, host_times
-from fusedmoe.kernels.torch.rows import offsets_from_splits
+from fusedmoe.numerics.expert_rows import offsets_from_splits
 
 EXPERTS, HIDDEN, INTERMEDIATE, ROWS = 8, 32, 16, 64
 

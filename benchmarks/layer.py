@@ -16,10 +16,10 @@ import fusedmoe as fm
 from benchmarks.cases import geometric_mean
 from benchmarks.launches import launches, summary
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import COMPILED, OURS, OURS_PEER, SONIC, SONIC_TUNED, Peer, Sizes, Work
-from fusedmoe.bench.measure import CASES, Prepared, call_of, lines, plan, prepare, timed
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer
+from fusedmoe.commands.bench.layer import COMPILED, OURS, OURS_PEER, SONIC, SONIC_TUNED, Peer, Sizes, Work
+from fusedmoe.commands.bench.measure import CASES, Prepared, call_of, lines, plan, prepare, timed
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer
 
 SHAPES = ("sonic-7b-n256", "qwen3-30b-a3b", "sonic-30b-n1024", "sonic-7b-n1024")  # those of SonicMoE's own table
 UNFUSED = "unfused"

@@ -8,8 +8,8 @@ from typing import Any
 from benchmarks import dense, router
 from benchmarks.launches import by_group
 from benchmarks.layer import COMPILED, OURS, SHAPES, SONIC_TUNED, UNFUSED, cell, heading, others, speed
-from fusedmoe.bench.layer import SAMPLED_TOKENS
-from fusedmoe.bench.measure import CASES, FORWARD, INFERENCE, STEP
+from fusedmoe.commands.bench.layer import SAMPLED_TOKENS
+from fusedmoe.commands.bench.measure import CASES, FORWARD, INFERENCE, STEP
 
 ERRORS = ("y", "x", "router", "weight1", "weight2")
 PARTS = {"router": "the router alone", "dense": "a dense MLP"}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.launches import launches, summary
-from fusedmoe.bench.layer import relative_error
-from fusedmoe.bench.measure import FORWARD, STEP, WRONG
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer, memory_of, times_of
+from fusedmoe.commands.bench.layer import relative_error
+from fusedmoe.commands.bench.measure import FORWARD, STEP, WRONG
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer, memory_of, times_of
 
 LIMIT = WRONG[torch.bfloat16.itemsize]
 
@@ -42,7 +42,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class PartRow:
-    """A candidate's figures in one case; ``note`` is the reason for missing ones. See `fusedmoe.bench.measure.Row`."""
+    """A candidate's figures in one case; ``note`` is the reason for missing ones. See
+    `fusedmoe.commands.bench.measure.Row`.
+    """
 
     case: str
     name: str

@@ -19,9 +19,9 @@ from torch import Tensor
 import fusedmoe as fm
 from benchmarks.peers.ours import sequential
 from benchmarks.problem import Problem
-from fusedmoe.bench.timing import Timer
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 NAMES = ("output", "dx", "dw1", "dw2")
 DELAYED = "fp8_tensor, delayed"

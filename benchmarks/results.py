@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from fusedmoe.bench.machine import machine, versions
+from fusedmoe.base.machine import machine, versions
 
 ROOT = Path(__file__).resolve().parent
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks import results
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

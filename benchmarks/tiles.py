@@ -1,4 +1,6 @@
-"""Times of all candidate tiles for many layers, to which the constants of `fusedmoe.kernels.sm90.choice` are fitted."""
+"""Times of all candidate tiles for many layers, to which the constants of `fusedmoe.kernels.sm90.tiles.choice` are
+fitted.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 
 import torch
 
-from fusedmoe.kernels.sm90 import tuning
-from fusedmoe.kernels.sm90.tuning import Mlp
+from fusedmoe.kernels.sm90.tiles import tuning
+from fusedmoe.kernels.sm90.tiles.tuning import Mlp
 
 # rows per expert, from text generation to a training step, by (hidden, intermediate, experts, chosen experts per token)
 # of models' layers

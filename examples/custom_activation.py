@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import Bind
+from fusedmoe.fusion.language.rule import Bind
 from fusedmoe.ops import DScale, ScaleGrad
 
 # ---- the op and its derivative: this alone composes with every other op --------------------------------------------

@@ -2,7 +2,7 @@
 
 import sys
 
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

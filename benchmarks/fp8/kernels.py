@@ -9,11 +9,11 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.bench.peers import why_not
-from fusedmoe.kernels import compiler
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.kernels.build import compiler
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.kernel import Kernel
+    from fusedmoe.kernels.build.kernel import Kernel
 
 # shipped kernels that no layer of the section launches
 _OTHERS = re.compile(
@@ -27,14 +27,18 @@ def needed() -> list[Kernel]:
 
     Those with one scale per expert are the shipped ones, with gradients in E5M2.
     """
-    from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM  # deferred: imports the CuTe DSL
-    from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
-    from fusedmoe.kernels.sm90.choice import CANDIDATES
-    from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
-    from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
-    from fusedmoe.kernels.sm90.quantize import QuantizeRows
-    from fusedmoe.kernels.sm90.quantized import RowCodes
+    from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows
+    from fusedmoe.kernels.sm90.epilogue.derivative_codes import (
+        DerivativeCodes,
+        DerivativeCodesRaggedM,
+        derivative_codes,
+    )
+    from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+    from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
+    from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
     from fusedmoe.kernels.sm90.shipped import shipped
+    from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES
 
     kernels: list[Kernel] = [BlockScaledRaggedM("e4m3", config, epilogue=PLAIN) for config in CANDIDATES["fp8_plain"]]
     for config in CANDIDATES["fp8_activation"]:

@@ -32,13 +32,13 @@ from benchmarks.problem import Problem
 from benchmarks.recipes import DELAYED, under
 from benchmarks.reference import glu
 from benchmarks.shapes import Shape, splits
-from fusedmoe.bench.layer import OURS, Candidate, Leaves, Reference, Sizes, Work, our_layer, relative_error
-from fusedmoe.bench.measure import check
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer, memory_of, times_of
+from fusedmoe.commands.bench.layer import OURS, Candidate, Leaves, Reference, Sizes, Work, our_layer, relative_error
+from fusedmoe.commands.bench.measure import check
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer, memory_of, times_of
 
 if TYPE_CHECKING:
-    from fusedmoe.fusion.plan import Explanation
+    from fusedmoe.fusion.report.data import Explanation
 
 RECIPES = ("bf16", "fp8_block", "fp8_block:wgrad=bf16")
 BY_EXPERT = ("fp8_tensor", DELAYED)  # with one scale per expert, for a few shapes

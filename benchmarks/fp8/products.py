@@ -23,12 +23,13 @@ from benchmarks.fp8.quantize import BLOCK, E4M3, Form, dequantized
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers.ours import Ours
 from benchmarks.problem import Problem
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer, times_of
-from fusedmoe.formats import E5M2, Format, amax_by_expert, fp8_tensor, quantize
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer, times_of
 from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
+from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.numerics.formats import E5M2, Format, amax_by_expert, fp8_tensor, quantize
 
 FP8, BF16, BY_EXPERT = "fp8", "bf16", "fp8 by expert"
 # limits of the relative error, in norm; two operands in E4M3 give about 0.037, and one of them in E5M2 0.058
@@ -69,7 +70,7 @@ class Operands:
     def rows(self, t: Tensor) -> tuple[Form, ...]:
         """Return rows quantized by rows and by columns."""
         offsets = self.problem.offsets
-        return quantize_functions.bind_quantize_rows(t, E4M3, offsets, rows=True, columns=True)(t, offsets)
+        return block_functions.bind_quantize_rows(t, E4M3, offsets, rows=True, columns=True)(t, offsets)
 
     def rows_by_expert(self, t: Tensor, format: Format = IN_E4M3) -> Form:
         """Return rows quantized by rows, with one scale per expert."""
@@ -84,7 +85,7 @@ class Operands:
 
     @staticmethod
     def _weight(t: Tensor) -> tuple[Form, ...]:
-        return quantize_functions.bind_quantize_weight(t, E4M3, rows=True, columns=True)(t)
+        return block_functions.bind_quantize_weight(t, E4M3, rows=True, columns=True)(t)
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,7 @@ def _fc1_dgrad(o: Operands) -> InFp8:
 
 def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
     (codes, scale), (of_weight, weight_scale), offsets = rows, weight, o.problem.offsets
-    bind, by_expert = block_scaled_functions.bind_block_scaled_gemm, scale.dim() == 1
+    bind, by_expert = scaled_products.bind_block_scaled_gemm, scale.dim() == 1
     run = bind(codes, of_weight, None, None, DEFAULT, by_expert=by_expert)
 
     def call() -> Tensor:
@@ -219,7 +220,7 @@ def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
 
 def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
     (x, x_scale), (w, w_scale), offsets, activation = o.x[0], o.weight1[0], o.problem.offsets, o.problem.activation
-    bind = block_scaled_functions.bind_block_scaled_gemm_activation
+    bind = scaled_products.bind_block_scaled_gemm_activation
     run = bind(x, w, None, None, activation, True, E4M3 if quantized else None, DEFAULT)
 
     def call() -> tuple[Tensor, ...]:
@@ -235,7 +236,7 @@ def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
 def _fc2_dgrad_activation(o: Operands) -> InFp8:
     problem = o.problem
     (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
-    run = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
+    run = scaled_products.bind_block_scaled_gemm_activation_backward(
         dy, w, p, scale, problem.activation, True, True, DEFAULT
     )
 
@@ -248,7 +249,7 @@ def _fc2_dgrad_activation(o: Operands) -> InFp8:
 def _fc2_dgrad_activation_quantized(o: Operands) -> InFp8:
     problem = o.problem
     (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
-    run = block_scaled_functions.bind_block_scaled_gemm_activation_backward_codes(
+    run = scaled_products.bind_block_scaled_gemm_activation_backward_codes(
         dy, w, p, scale, problem.activation, E4M3, (True, True, True), True, DEFAULT
     )
 
@@ -283,9 +284,7 @@ def _wgrad2(o: Operands) -> InFp8:
 
 def _wgrad(o: Operands, grad: Form, rows: Form, name: str) -> InFp8:
     (dy, dy_scale), (x, x_scale), offsets = grad, rows, o.problem.offsets
-    run = block_scaled_k_functions.bind_block_scaled_wgrad(
-        dy, x, offsets, o.problem.rows, o.problem.dtype, False, DEFAULT
-    )
+    run = scaled_wgrad.bind_block_scaled_wgrad(dy, x, offsets, o.problem.rows, o.problem.dtype, False, DEFAULT)
 
     def call() -> Tensor:
         return run(dy, dy_scale, x, x_scale, offsets, None)
@@ -303,7 +302,7 @@ def _fc1_by_expert(o: Operands) -> InFp8:
 def _fc1_activation_by_expert(o: Operands) -> InFp8:
     problem, offsets = o.problem, o.problem.offsets
     operands = *o.rows_by_expert(problem.x), *o.weight_by_expert(problem.weight1, -1)
-    bind, kind = block_scaled_functions.bind_block_scaled_gemm_activation, Fp8ByExpert("e4m3")
+    bind, kind = scaled_products.bind_block_scaled_gemm_activation, Fp8ByExpert("e4m3")
     x, _, w, _ = operands
     in_bf16 = bind(x, w, None, None, problem.activation, False, None, DEFAULT, by_expert=True)
     amax = amax_by_expert(in_bf16(*operands, None, offsets, None)[0], offsets)
@@ -325,7 +324,7 @@ def _fc2_dgrad_activation_by_expert(o: Operands) -> InFp8:
     problem, p, scale = o.problem, o.problem.preactivation, o.problem.row_scale
     dy, dy_scale = o.rows_by_expert(problem.grad_y, IN_E5M2)
     w, w_scale = o.weight_by_expert(problem.weight2, -2)
-    run = block_scaled_functions.bind_block_scaled_gemm_activation_backward(
+    run = scaled_products.bind_block_scaled_gemm_activation_backward(
         dy, w, p, scale, problem.activation, True, True, DEFAULT, by_expert=True
     )
 

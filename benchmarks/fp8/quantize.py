@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks.ceiling import Ceiling
 from benchmarks.problem import ROW_SCALE, Problem
-from fusedmoe.bench.layer import relative_error
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer, times_of
+from fusedmoe.commands.bench.layer import relative_error
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer, times_of
 from fusedmoe.kernels.fp8 import Fp8
-from fusedmoe.kernels.sm90 import quantize_functions
+from fusedmoe.kernels.rows.quantize import block_functions
 
 BLOCK = 128
 E4M3 = Fp8()
@@ -130,7 +130,7 @@ def _of_rows(problem: Problem, form: str, columns: int, gathered: bool) -> _Case
         index = torch.randint(sources, (rows,), device=device, dtype=torch.int32, generator=seeded)
     x = torch.randn(sources, columns, generator=seeded, device=device, dtype=problem.dtype).mul_(ROW_SCALE)
     offsets = problem.offsets
-    run = quantize_functions.bind_quantize_rows(x, E4M3, offsets, index, rows=by_rows, columns=by_columns)
+    run = block_functions.bind_quantize_rows(x, E4M3, offsets, index, rows=by_rows, columns=by_columns)
 
     def error(forms: tuple[Form, ...]) -> float:
         found = 0.0
@@ -152,7 +152,7 @@ def _of_rows(problem: Problem, form: str, columns: int, gathered: bool) -> _Case
 
 
 def _of_weight(weight: Tensor) -> _Case:
-    run = quantize_functions.bind_quantize_weight(weight, E4M3, rows=True, columns=True)
+    run = block_functions.bind_quantize_weight(weight, E4M3, rows=True, columns=True)
 
     def error(forms: tuple[Form, ...]) -> float:
         expected = weight[0].double()

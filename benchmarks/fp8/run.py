@@ -19,8 +19,8 @@ from benchmarks.fp8 import kernels, layers, products, quantize, unfused
 from benchmarks.problem import Problem
 from benchmarks.results import write
 from benchmarks.shapes import Shape
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import GpuTimer, Timer
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import GpuTimer, Timer
 
 QUANTIZE = UNFUSED = "qwen3-30b-a3b"
 PRODUCTS = ("qwen3-30b-a3b", "deepseek-v3-ep32")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedmoe.demo.comparison import COLOURS
+from fusedmoe.commands.demo.comparison import COLOURS
 
 PICTURE = "fp8-training.png"
 TEXT = """\

@@ -21,9 +21,9 @@ from benchmarks.peers.ours import sequential
 from benchmarks.peers.plain import TorchCompiled
 from benchmarks.peers.unfused_fp8 import UnfusedFp8
 from benchmarks.problem import Problem
-from fusedmoe.bench.layer import OURS
-from fusedmoe.bench.peers import why_not
-from fusedmoe.bench.timing import Timer, times_of
+from fusedmoe.commands.bench.layer import OURS
+from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.bench.timing import Timer, times_of
 
 WRONG = 0.25  # limit of the relative error, in norm
 OURS_IN_FP8 = f"{OURS}, fp8_block"

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.bench.layer import grouped_mlp
+from fusedmoe.commands.bench.layer import grouped_mlp
 
 Experts = Callable[[Tensor, Tensor], Tensor]  # of rows sorted by expert, and rows per expert
 

@@ -14,10 +14,10 @@ from benchmarks.problem import Problem
 
 
 class Ours:
-    """The functions of `fusedmoe.kernels.sm90.functions`, and `fm.Sequential`."""
+    """The functions of `fusedmoe.kernels.sm90.products`, and `fm.Sequential`."""
 
     name = OURS
-    packages = ("fusedmoe.kernels.sm90.functions",)
+    packages = ("fusedmoe.kernels.sm90.products",)
 
     def fc1_activation(self, problem: Problem) -> Candidate:
         f, a, x, w, b = _functions(), problem.activation, problem.x, problem.weight1, problem.bias1
@@ -84,7 +84,7 @@ def sequential(problem: Problem) -> fm.Sequential:
 
 
 def _functions() -> Any:
-    return importlib.import_module("fusedmoe.kernels.sm90.functions")
+    return importlib.import_module("fusedmoe.kernels.sm90.products")
 
 
 def _gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Candidate:

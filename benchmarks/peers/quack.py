@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.cases import Candidate
 from benchmarks.peers.plain import leaves_of
 from benchmarks.problem import Problem
-from fusedmoe.bench.peers import deinterleave, interleave, quack_expert_mlp, quack_interface
+from fusedmoe.commands.bench.peers import deinterleave, interleave, quack_expert_mlp, quack_interface
 
 _INTERLEAVED = {"preactivation": -1, "grad_preactivation": -1, "grad_weight1": 0, "grad_bias1": 0}
 

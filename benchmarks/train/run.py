@@ -18,8 +18,8 @@ from benchmarks.train.models import MODELS, Model, active_parameters, built, flo
 from benchmarks.train.steps import Job, Run, moe_ms, train
 from benchmarks.train.text import sequences
 from benchmarks.train.variants import STOCK, VARIANTS, Ready, Variant, made
-from fusedmoe.bench.machine import versions
-from fusedmoe.bench.peers import why_not
+from fusedmoe.base.machine import versions
+from fusedmoe.commands.bench.peers import why_not
 
 STEPS, ROUNDS, SKIPPED = 10, 3, 2  # steps per round, of which the first are not timed
 SUSTAINED_S = 60.0  # of load before the first timed step, since a GPU lowers its clock

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.bench.peers import sonic_modules
+from fusedmoe.commands.bench.peers import sonic_modules
 
 
 @dataclass(frozen=True)

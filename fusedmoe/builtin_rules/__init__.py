@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-from fusedmoe.builtin_rules.sm90.activation import ActivationRule, DActivationRule
-from fusedmoe.builtin_rules.sm90.column_sums import ColumnSums
-from fusedmoe.builtin_rules.sm90.dequantized import DequantizedDgrad, DequantizedGemm, DequantizedWgrad
-from fusedmoe.builtin_rules.sm90.dispatch import (
-    CombineRule,
-    CombineWeightGradRule,
-    DCombineRule,
-    DDispatchRule,
-    DispatchRule,
-    DispatchWeightGradRule,
-)
-from fusedmoe.builtin_rules.sm90.expert_parallel import (
+from fusedmoe.builtin_rules.exchange.products import (
     DgradActivationOfArrivingGradients,
     GemmActivationOfArrivingTokens,
     GemmOfLeavingRows,
     WgradBesideExchange,
 )
-from fusedmoe.builtin_rules.sm90.fp8_grouped_dgrad_activation import Fp8GroupedDgradActivation
-from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
-from fusedmoe.builtin_rules.sm90.fp8_grouped_gemm_activation import Fp8GroupedGemmActivation
-from fusedmoe.builtin_rules.sm90.fp8_grouped_wgrad import Fp8GroupedWgrad
-from fusedmoe.builtin_rules.sm90.grouped_dgrad import GatheredDgrad, GroupedDgrad
-from fusedmoe.builtin_rules.sm90.grouped_dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
-from fusedmoe.builtin_rules.sm90.grouped_gemm import GatheredGemm, GroupedGemm
-from fusedmoe.builtin_rules.sm90.grouped_gemm_activation import GatheredGemmActivation, GroupedGemmActivation
-from fusedmoe.builtin_rules.sm90.grouped_wgrad import GatheredWgradDy, GatheredWgradX, GroupedWgrad
-from fusedmoe.builtin_rules.sm90.linear import (
+from fusedmoe.builtin_rules.products.dequantized import DequantizedDgrad, DequantizedGemm, DequantizedWgrad
+from fusedmoe.builtin_rules.products.dgrad import GatheredDgrad, GroupedDgrad
+from fusedmoe.builtin_rules.products.dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
+from fusedmoe.builtin_rules.products.fp8_dgrad_activation import Fp8GroupedDgradActivation
+from fusedmoe.builtin_rules.products.fp8_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
+from fusedmoe.builtin_rules.products.fp8_gemm_activation import Fp8GroupedGemmActivation
+from fusedmoe.builtin_rules.products.fp8_wgrad import Fp8GroupedWgrad
+from fusedmoe.builtin_rules.products.gemm import GatheredGemm, GroupedGemm
+from fusedmoe.builtin_rules.products.gemm_activation import GatheredGemmActivation, GroupedGemmActivation
+from fusedmoe.builtin_rules.products.linear import (
     LinearActivation,
     LinearColumnSums,
     LinearGemm,
@@ -36,8 +25,19 @@ from fusedmoe.builtin_rules.sm90.linear import (
     LinearInputGradientActivation,
     LinearWeightGradient,
 )
-from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
-from fusedmoe.builtin_rules.sm90.quantize import (
+from fusedmoe.builtin_rules.products.wgrad import GatheredWgradDy, GatheredWgradX, GroupedWgrad
+from fusedmoe.builtin_rules.rows.activation import ActivationRule, DActivationRule
+from fusedmoe.builtin_rules.rows.column_sums import ColumnSums
+from fusedmoe.builtin_rules.rows.dispatch import (
+    CombineRule,
+    CombineWeightGradRule,
+    DCombineRule,
+    DDispatchRule,
+    DispatchRule,
+    DispatchWeightGradRule,
+)
+from fusedmoe.builtin_rules.rows.offsets import OffsetsFromSplits
+from fusedmoe.builtin_rules.rows.quantize import (
     GatheredQuantizeColumns,
     GatheredQuantizeGradient,
     GatheredQuantizeRows,
@@ -45,14 +45,13 @@ from fusedmoe.builtin_rules.sm90.quantize import (
     QuantizeRows,
     QuantizeWeights,
 )
-from fusedmoe.builtin_rules.sm90.router import RouterBackwardRule, RouterDispatchRule, RouterRule
-from fusedmoe.builtin_rules.sm90.transposed_weight import TransposedWeight
-from fusedmoe.builtin_rules.sm100.grouped_dgrad_activation_quantize import PackedDgradActivationQuantize
-from fusedmoe.builtin_rules.sm100.grouped_gemm import PackedDgrad, PackedGemm
-from fusedmoe.builtin_rules.sm100.grouped_gemm_activation_quantize import PackedGemmActivationQuantize
-from fusedmoe.builtin_rules.sm100.grouped_gemm_combine import PackedDgradDDispatch, PackedGemmCombine
+from fusedmoe.builtin_rules.rows.router import RouterBackwardRule, RouterDispatchRule, RouterRule
+from fusedmoe.builtin_rules.rows.transposed_weight import TransposedWeight
+from fusedmoe.builtin_rules.sm100.dgrad_activation_quantize import PackedDgradActivationQuantize
+from fusedmoe.builtin_rules.sm100.gemm import PackedDgrad, PackedGemm
+from fusedmoe.builtin_rules.sm100.gemm_activation_quantize import PackedGemmActivationQuantize
+from fusedmoe.builtin_rules.sm100.gemm_combine import PackedDgradDDispatch, PackedGemmCombine
 from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
-from fusedmoe.builtin_rules.sm100.grouped_wgrad import PackedWgrad
 from fusedmoe.builtin_rules.sm100.quantize import (
     GatheredPackedQuantize,
     GatheredPackedQuantizeGradient,
@@ -61,7 +60,8 @@ from fusedmoe.builtin_rules.sm100.quantize import (
     PackedQuantizeWeight,
 )
 from fusedmoe.builtin_rules.sm100.rows import ROWS
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.builtin_rules.sm100.wgrad import PackedWgrad
+from fusedmoe.fusion.language.rule import FusionRule
 
 BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedGemm,

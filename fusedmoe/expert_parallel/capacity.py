@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from fusedmoe.errors import InputError
-from fusedmoe.lasting import lasting
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.lasting import lasting
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmoe.checks import MODULE
+from fusedmoe.base.checks import MODULE
+from fusedmoe.base.log import say_once
 from fusedmoe.expert_parallel.shards import owners, shards
-from fusedmoe.log import say_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fusedmoe.errors import InputError
-from fusedmoe.estimating import has_values
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.estimating import has_values
 from fusedmoe.expert_parallel.engine import writes_no_weight
 
 if TYPE_CHECKING:

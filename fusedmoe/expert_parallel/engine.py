@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from fusedmoe.errors import InputError
+from fusedmoe.base.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

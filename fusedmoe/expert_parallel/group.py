@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fusedmoe.autocast import autocast_dtype
-from fusedmoe.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
-from fusedmoe.errors import InputError
+from fusedmoe.base.autocast import autocast_dtype
+from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
+from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel.allgather import AllGather
 from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fusedmoe.errors import InputError
+from fusedmoe.base.errors import InputError
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -17,8 +17,8 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fusedmoe.checks import MODULE, number
-from fusedmoe.errors import InputError
+from fusedmoe.base.checks import MODULE, number
+from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel.scaler import check_scaler
 
 if TYPE_CHECKING:

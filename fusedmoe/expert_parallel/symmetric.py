@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import distributed as dist
 
-from fusedmoe.errors import InputError
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.target import arch_of
 from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, gpu_id, why_not, write_word
-from fusedmoe.kernels.sm90 import functions
-from fusedmoe.kernels.toolkit import missing_packages
-from fusedmoe.target import arch_of
+from fusedmoe.kernels.build.toolkit import missing_packages
+from fusedmoe.kernels.sm90 import products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,7 +331,7 @@ def _read(sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None) -
         return
     rows = parts.shape[1]
     row_of = torch.where(wanted, torch.arange(rows, device=parts.device), rows)
-    copy = functions.bind_copy_rows(parts[0], SMS)
+    copy = products.bind_copy_rows(parts[0], SMS)
     for rank, source in sources.items():
         copy(source, row_of[rank], parts[rank])
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.formats import QuantizedSpec, fp8_block, quantize
+from fusedmoe.numerics.formats import QuantizedSpec, fp8_block, quantize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

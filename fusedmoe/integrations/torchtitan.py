@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
-from fusedmoe.errors import InputError
-from fusedmoe.explain_model import even_splits, register_reason_for_router
+from fusedmoe.base.errors import InputError
+from fusedmoe.layers.explain_model import even_splits, register_reason_for_router
+from fusedmoe.layers.sequential import Sequential
+from fusedmoe.numerics.recipes import resolve
 from fusedmoe.ops import GroupedLinear, SwiGLU
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
-from fusedmoe.recipes import resolve
-from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
-    from fusedmoe.fusion.plan import Explanation
+    from fusedmoe.fusion.report.data import Explanation
     from fusedmoe.ops import Op
 
 _CHAIN = "_fusedmoe_chain"  # in __dict__, not a submodule, so that the state_dict does not include it

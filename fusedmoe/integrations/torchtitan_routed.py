@@ -25,15 +25,15 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from fusedmoe.errors import InputError
+from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.integrations.torchtitan import WithChain, experts
+from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import Combine, Dispatch, Scale
-from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
     from fusedmoe.expert_parallel.group import EngineName
-    from fusedmoe.fusion.plan import Explanation
+    from fusedmoe.fusion.report.data import Explanation
     from fusedmoe.ops import Op
 
 

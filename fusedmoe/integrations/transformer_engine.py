@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.checks import POSITIVE_INTEGER
-from fusedmoe.errors import InputError
+from fusedmoe.base.checks import POSITIVE_INTEGER
+from fusedmoe.base.errors import InputError
+from fusedmoe.layers.sequential import Sequential
+from fusedmoe.numerics.recipes import shortest
 from fusedmoe.ops import GLU, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
-from fusedmoe.recipes import shortest
-from fusedmoe.sequential import Sequential
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,7 @@ __all__ = ["Fp8", "Fp8ByExpert"]
 
 @dataclass(frozen=True)
 class Fp8:
-    """The codes of blocks with fp32 scales; `fusedmoe.formats.ScaleRule` has the rules for the scales.
+    """The codes of blocks with fp32 scales; `fusedmoe.numerics.formats.ScaleRule` has the rules for the scales.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ __all__ = ["Narrow"]
 
 @dataclass(frozen=True)
 class Narrow:
-    """Codes and scales; `fusedmoe.formats.ScaleRule` has the rules for the scales.
+    """Codes and scales; `fusedmoe.numerics.formats.ScaleRule` has the rules for the scales.
 
     Attributes
     ----------

@@ -20,7 +20,7 @@ from fusedmoe.ops.quantize import Quantize, QuantizeColumns, QuantizeGrad
 from fusedmoe.ops.router import DRouter, Router, RouterBiasGrad, RouterLogitsGrad, RouterWeightGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
-from fusedmoe.ops.weight_cache import clear_weight_cache, weight_cache_bytes
+from fusedmoe.ops.state.weight_cache import clear_weight_cache, weight_cache_bytes
 
 __all__ = [
     "DGLU",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.environment import debugging
-from fusedmoe.errors import InputError
-from fusedmoe.estimating import has_values
-from fusedmoe.formats.packed import padded_layout, place_of_row
-from fusedmoe.kernels.torch.rows import offsets_from_splits
+from fusedmoe.base.environment import debugging
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.estimating import has_values
+from fusedmoe.numerics.expert_rows import offsets_from_splits
+from fusedmoe.numerics.formats.packed import padded_layout, place_of_row
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ PACKED = (
     Derived("padded_offsets", "splits", _padded_offsets, _nothing_to_check, _infer_offsets),
     Derived("place_of_row", "splits", _place_of_row, _nothing_to_check, _infer_places),
 )
-"""Values of the packed layout (`fusedmoe.formats.packed`). Rules may read them wherever they may read ``offsets``.
+"""Values of the packed layout (`fusedmoe.numerics.formats.packed`). Rules may read them wherever they may read
+``offsets``.
 
 ``padded_offsets``: the end of each expert's padded rows, (E,) int32. ``place_of_row``: the packed row of each row, (R,)
 int64; for rows without an expert, the number P of packed rows.

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.checks import INPUT_NAME, POSITIVE_INTEGER, instance
-from fusedmoe.errors import InputError
+from fusedmoe.base.checks import INPUT_NAME, POSITIVE_INTEGER, instance
+from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
-from fusedmoe.kernels.torch.rows import gather_rows, sort_by_expert, tail_mask
-from fusedmoe.ops.exchange import AgreeOnTokens, CountRows, GatherTokens, ReturnTokens
-from fusedmoe.ops.exchange_varying import GatherVaryingTokens, ReturnVaryingTokens
+from fusedmoe.numerics.expert_rows import gather_rows, sort_by_expert, tail_mask
+from fusedmoe.ops.exchange.fixed import AgreeOnTokens, CountRows, GatherTokens, ReturnTokens
+from fusedmoe.ops.exchange.varying import GatherVaryingTokens, ReturnVaryingTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from fusedmoe.checks import Check
+    from fusedmoe.base.checks import Check
     from fusedmoe.expert_parallel.capacity import RowLimit
     from fusedmoe.ops.op import SpecLike
 

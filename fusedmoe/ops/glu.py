@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from fusedmoe.checks import FINITE, FLAG, POSITIVE, one_of
+from fusedmoe.base.checks import FINITE, FLAG, POSITIVE, one_of
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, defined_before, exact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fusedmoe.checks import Check
+    from fusedmoe.base.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 

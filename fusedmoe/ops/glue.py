@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.errors import InputError
-from fusedmoe.formats import QuantizedSpec, Quantizer
-from fusedmoe.formats.quantizers import DTYPES
-from fusedmoe.kernels.torch.rows import zero_tail_
+from fusedmoe.base.errors import InputError
+from fusedmoe.numerics.expert_rows import zero_tail_
+from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
+from fusedmoe.numerics.formats.quantizers import DTYPES
 from fusedmoe.ops.derived import OFFSETS
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fusedmoe.formats import QuantizedTensor
-    from fusedmoe.formats.packed import Packed
+    from fusedmoe.numerics.formats import QuantizedTensor
+    from fusedmoe.numerics.formats.packed import Packed
     from fusedmoe.ops.derived import Derived
     from fusedmoe.ops.op import Op, SpecLike
     from fusedmoe.ops.quantize import WeightQuantization

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.checks import FLAG, POSITIVE_INTEGER, TENSOR, WRONG, Check, check_factory
-from fusedmoe.errors import SPREAD_OVER_RANKS, InputError
-from fusedmoe.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, products, quantize
-from fusedmoe.kernels.torch import grouped_gemm
-from fusedmoe.kernels.torch.rows import tail_mask
-from fusedmoe.ops import grad_sums
-from fusedmoe.ops.main_grad import grad_instead, main_grad_bytes, main_grad_of
+from fusedmoe.base.checks import FLAG, POSITIVE_INTEGER, TENSOR, WRONG, Check, check_factory
+from fusedmoe.base.errors import SPREAD_OVER_RANKS, InputError
+from fusedmoe.kernels.torch import grouped_gemm, quantized_products
+from fusedmoe.numerics.expert_rows import tail_mask
+from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, quantize
+from fusedmoe.numerics.recipes import resolve, shortest
+from fusedmoe.ops.initial_values import EXPERT_PARALLEL, drawn, uniform_
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
-from fusedmoe.ops.shards import EXPERT_PARALLEL, drawn, uniform_
-from fusedmoe.recipes import resolve, shortest
+from fusedmoe.ops.state import grad_sums
+from fusedmoe.ops.state.main_grad import grad_instead, main_grad_bytes, main_grad_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.formats.products import Operand
+    from fusedmoe.kernels.torch.quantized_products import Operand
     from fusedmoe.ops.op import SpecLike
 
 
@@ -48,10 +48,10 @@ class Dgrad(BackwardOp):
     op: GroupedLinear
 
     def compute(self, grad_output: Operand, weight: Operand, offsets: Tensor) -> Tensor:
-        return products.grouped_mm_dgrad(_contiguous(grad_output), weight, offsets)
+        return quantized_products.grouped_mm_dgrad(_contiguous(grad_output), weight, offsets)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path(operands[0], operands[1], device)
+        return quantized_products.path(operands[0], operands[1], device)
 
     def flops(self, rows: SpecLike) -> float:
         return self.op.flops(rows)
@@ -71,11 +71,11 @@ class Wgrad(BackwardOp):
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor) -> Tensor:
         dy = _contiguous(grad_output)
         if self.transposed and isinstance(dy, Tensor) and isinstance(x, Tensor):
-            return products.grouped_mm_wgrad(x, dy, offsets).mT
-        return products.grouped_mm_wgrad(dy, x, offsets)
+            return quantized_products.grouped_mm_wgrad(x, dy, offsets).mT
+        return quantized_products.grouped_mm_wgrad(dy, x, offsets)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path(operands[0], operands[1], device)
+        return quantized_products.path(operands[0], operands[1], device)
 
     def flops(self, rows: SpecLike) -> float:
         return self.op.flops(rows, padding=_PADDING)
@@ -86,7 +86,8 @@ class Wgrad(BackwardOp):
         return self.op.transposed_grad
 
     def sum_so_far(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the tensor that a kernel must add dW to, and that the step then returns; see `fusedmoe.ops.grad_sums`.
+        """Return the tensor that a kernel must add dW to, and that the step then returns; see
+        `fusedmoe.ops.state.grad_sums`.
 
         None if autograd adds dW, or if the tensor has another dtype. A step calls this once, just before its kernel
         runs.
@@ -153,10 +154,10 @@ class LinearDgrad(BackwardOp):
     contracts: ClassVar[Mapping[str, int]] = {"grad_output": -1, "weight": -2}
 
     def compute(self, grad_output: Operand, weight: Operand) -> Tensor:
-        return products.mm(grad_output, weight, weight_axis=-2)
+        return quantized_products.mm(grad_output, weight, weight_axis=-2)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path_dense(*operands)
+        return quantized_products.path_dense(*operands)
 
     def flops(self, rows: SpecLike) -> float:
         return self.op.flops(rows)
@@ -171,10 +172,10 @@ class LinearWgrad(BackwardOp):
     op: Linear
 
     def compute(self, grad_output: Operand, x: Operand, offsets: Tensor | None = None) -> Tensor:
-        return products.mm_wgrad(_without_tail(grad_output, offsets), _without_tail(x, offsets))
+        return quantized_products.mm_wgrad(_without_tail(grad_output, offsets), _without_tail(x, offsets))
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path_dense(*operands[:2])
+        return quantized_products.path_dense(*operands[:2])
 
     def flops(self, rows: SpecLike) -> float:
         return self.op.flops(rows, padding=_PADDING)
@@ -309,8 +310,8 @@ class GroupedLinear(_LinearOp):
         The recipe of this layer, with the same values as ``fm.recipe``, over which it takes precedence. ``"bf16"``
         disables quantization; None uses ``fm.recipe``. The attribute can be set at any time.
     weight_format
-        The format in which the weight is stored, ``fusedmoe.formats.fp8_block(across=128, power_of_two=...)``; None
-        stores it in ``dtype``. See `from_quantized`, and the notes.
+        The format in which the weight is stored, ``fusedmoe.numerics.formats.fp8_block(across=128, power_of_two=...)``;
+        None stores it in ``dtype``. See `from_quantized`, and the notes.
     expert_parallel
         The ranks, if the experts are those of this rank: ``num_groups`` counts these alone. It decides which initial
         values they get (see `reset_parameters`), and what the functions of `fusedmoe.expert_parallel` do with them.
@@ -354,7 +355,7 @@ class GroupedLinear(_LinearOp):
     transposed_grad: bool = False
     _checks: ClassVar[Mapping[str, Check]] = {
         **_LinearOp._checks,
-        "weight_format": Check("fusedmoe.formats.fp8_block(across=128) or None", _weight_format).or_none(),
+        "weight_format": Check("fusedmoe.numerics.formats.fp8_block(across=128) or None", _weight_format).or_none(),
         "transposed_grad": FLAG,
     }
     _fixed = ("weight_format",)
@@ -523,7 +524,7 @@ class GroupedLinear(_LinearOp):
         return TensorSpec((x.shape[0], self.out_features), x.dtype)
 
     def compute(self, x: Operand, weight: Operand, bias: Tensor | None, offsets: Tensor) -> Tensor:
-        y = products.grouped_mm(x, weight, offsets)
+        y = quantized_products.grouped_mm(x, weight, offsets)
         return y if bias is None else grouped_gemm.grouped_bias(y, bias, offsets)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -534,7 +535,7 @@ class GroupedLinear(_LinearOp):
         return x.shape[0] > 0 and not grouped_gemm.runs_on_device(device, x.dtype, self.in_features, self.out_features)
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path(operands[0], operands[1], device)
+        return quantized_products.path(operands[0], operands[1], device)
 
     def extra_repr(self) -> str:
         return self._extra_repr(("num_groups", "in_features", "out_features"), bias_default=False)
@@ -577,11 +578,11 @@ class Linear(_LinearOp):
     def compute(self, x: Operand, weight: Operand, bias: Tensor | None, offsets: Tensor | None = None) -> Tensor:
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
             return nn.functional.linear(x, weight, bias)
-        y = products.mm(x, weight, weight_axis=-1)
+        y = quantized_products.mm(x, weight, weight_axis=-1)
         return y if bias is None else y + bias
 
     def path(self, operands: Sequence[SpecLike | None], device: torch.device) -> str:
-        return products.path_dense(*operands[:2])
+        return quantized_products.path_dense(*operands[:2])
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         wgrad = LinearWgradIntoMainGrad if self.accumulate_into_main_grad else LinearWgrad

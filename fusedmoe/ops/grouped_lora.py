@@ -1,6 +1,6 @@
 """The low-rank update of a grouped linear layer, as an op before it and an op after it.
 
-`fusedmoe.lora.GroupedLoRA` inserts them. The layer itself is unchanged for rules, recipes and the planner::
+`fusedmoe.layers.lora.GroupedLoRA` inserts them. The layer itself is unchanged for rules, recipes and the planner::
 
     LoRADown    h = x @ A.T; returns x and provides h
     the layer   y = x @ weight.T + bias
@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.checks import FINITE, POSITIVE_INTEGER, check_factory
+from fusedmoe.base.checks import FINITE, POSITIVE_INTEGER, check_factory
 from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.ops.initial_values import EXPERT_PARALLEL, uniform_
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
-from fusedmoe.ops.shards import EXPERT_PARALLEL, uniform_
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from fusedmoe.checks import Check
+    from fusedmoe.base.checks import Check
     from fusedmoe.expert_parallel import ExpertParallel
     from fusedmoe.ops.op import SpecLike
 

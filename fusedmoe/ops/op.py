@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fusedmoe import changes
-from fusedmoe.checks import FLOATS, WRONG, Checked
-from fusedmoe.errors import InputError
+from fusedmoe.base import changes
+from fusedmoe.base.checks import FLOATS, WRONG, Checked
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.process_state import HasProcessState
 from fusedmoe.expert_parallel.shards import check_shard
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.ops import amax_state, random_state
-from fusedmoe.process_state import HasProcessState
-from fusedmoe.recipes import Node as Node
+from fusedmoe.numerics.recipes import Node as Node
+from fusedmoe.ops.state import amax, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
     from typing import TypeGuard
 
-    from fusedmoe.formats import Format, QuantizedSpec, Quantizer
+    from fusedmoe.numerics.formats import Format, QuantizedSpec, Quantizer
     from fusedmoe.ops.quantize import WeightQuantization
 
 
@@ -93,10 +93,12 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Runnable(HasProcessState, nn.Module):
-    """A module that `fusedmoe.modes` runs: an op that is called alone, a `Sequential`, or an `MoE`."""
+    """A module that `fusedmoe.call.modes` runs: an op that is called alone, a `Sequential`, or an `MoE`."""
 
     _options = DEFAULT
-    _parts_for_compiler: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`, since ops must not import the planner
+    _parts_for_compiler: ClassVar[
+        Callable[..., Any]
+    ]  # set by `fusedmoe.call.modes`, since ops must not import the planner
 
     def _chained(self) -> Iterable[tuple[str, nn.Module | None]]:
         """Return the modules that a call runs one after the other, with their names."""
@@ -144,8 +146,8 @@ class Op(Checked, Runnable):
     gathers : dict of str to (str, str)
         The values that are rows of another value: ``{"output": ("input", "token_of_row")}`` means ``output[r] =
         input[token_of_row[r]]``, with an int32 index within the rows of ``input``. Rules may read such rows through
-        their source and index, see `fusedmoe.fusion.rule.Step`. For rows without an expert, the op may write other
-        values.
+        their source and index, see `fusedmoe.fusion.language.rule.Step`. For rows without an expert, the op may write
+        other values.
     provided_with : dict of str to str
         Values for rules and `gathers`, which `compute` does not take: ``{"token_of_row": "slot_of_row"}`` means the
         ``token_of_row`` of the op in the chain that provides ``slot_of_row``, if it provides both.
@@ -186,11 +188,12 @@ class Op(Checked, Runnable):
     weight_format : Format or None
         The format of a weight that the op stores quantized: the parameter ``weight`` has the codes, with the quantized
         axis last, and ``weight_scale_inv`` the scales. `compute` takes the `QuantizedTensor` in place of both. The
-        weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.quantization.by_roles`.
+        weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.call.quantization.by_roles`.
     weight_shape : tuple of int
         The shape of a linear layer's weight before quantization.
     packs : bool
-        Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.formats.packed.Packed` among ``axes``.
+        Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.numerics.formats.packed.Packed` among
+        ``axes``.
     parts : int
         The parts that the features of the input consist of: 2 for ``[gate | up]``; 1 for an activation of single
         features; 0 for an op whose input has no packed layout.
@@ -198,7 +201,7 @@ class Op(Checked, Runnable):
         Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
         after other ops of this kind.
     _checks, _fixed
-        See `fusedmoe.checks.Checked`.
+        See `fusedmoe.base.checks.Checked`.
 
     Notes
     -----
@@ -236,7 +239,7 @@ class Op(Checked, Runnable):
     travels: ClassVar[tuple[str, ...]] = ()
     travels_as: Mapping[str, Format] = {}
     launches: ClassVar[int] = 1
-    _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.modes`
+    _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.call.modes`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -379,14 +382,14 @@ class Op(Checked, Runnable):
     @property
     def amax_history(self) -> object:
         """The state of delayed scaling by role: ``op.amax_history.input.amax`` and ``.reference``."""
-        return amax_state.by_role(self)
+        return amax.by_role(self)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        amax_state.save(self, destination, prefix)
+        amax.save(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        amax_state.load(self, state_dict, prefix)
+        amax.load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -513,7 +516,7 @@ class AutogradBackward(BackwardOp):
             raise NotImplementedError(f"{type(op).__name__} defines no backward_ops()")
         self._arguments = ("input", *op.parameter_names, *op.runtime_inputs)
         self._outputs = ("output", *op.provides)
-        states = random_state.NAMES if op.draws_random else ()
+        states = random.NAMES if op.draws_random else ()
         self.needs = (*(f"grad_{name}" for name in self._outputs), *self._arguments, *states)
         self.gives = gives if gives is not None else tuple(f"grad_{name}" for name in self._arguments)
 
@@ -528,7 +531,7 @@ class AutogradBackward(BackwardOp):
         wanted = [f"grad_{name}" in self.gives for name in self._arguments]
         again = torch.is_grad_enabled()  # for second derivatives
         source = _differentiable_source if again else _source
-        with torch.enable_grad(), random_state.drawing_again(states, args[0].device):
+        with torch.enable_grad(), random.drawing_again(states, args[0].device):
             args = tuple(a if a is None else source(a, w) for a, w in zip(args, wanted, strict=True))
             outputs = self.op.compute(*args)  # type: ignore[arg-type]
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
-from fusedmoe.checks import Check, instance
-from fusedmoe.errors import InputError
-from fusedmoe.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
-from fusedmoe.formats.packed import Packed, PackedTensor, quantize_packed
-from fusedmoe.formats.quantizers import DTYPES
-from fusedmoe.formats.roles import ROLES, WGRAD_BF16, roles_named
-from fusedmoe.ops import amax_state, weight_cache
+from fusedmoe.base.checks import Check, instance
+from fusedmoe.base.errors import InputError
+from fusedmoe.numerics.formats import Format, QuantizedSpec, QuantizedTensor, Quantizer, amax_by_expert, quantize
+from fusedmoe.numerics.formats.packed import Packed, PackedTensor, quantize_packed
+from fusedmoe.numerics.formats.quantizers import DTYPES
+from fusedmoe.numerics.formats.roles import ROLES, WGRAD_BF16, roles_named
 from fusedmoe.ops.op import BackwardOp, Op
+from fusedmoe.ops.state import amax, weight_cache
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import SpecLike
@@ -28,14 +28,14 @@ Axes = Sequence[int | Packed]
 class Quantize(Op):
     """``y = dequantize(quantize(x))`` and ``dx = dequantize(quantize(dy))``; linear layers multiply the codes.
 
-    In a chain, the next op gets the `fusedmoe.formats.QuantizedTensor` if it is a linear layer, and the dequantized
-    values otherwise. Each axis that a forward or backward product sums over has its own quantized form. Called alone,
-    or as the last op, `Quantize` returns the dequantized values in the dtype of ``x``. The gradient is
+    In a chain, the next op gets the `fusedmoe.numerics.formats.QuantizedTensor` if it is a linear layer, and the
+    dequantized values otherwise. Each axis that a forward or backward product sums over has its own quantized form.
+    Called alone, or as the last op, `Quantize` returns the dequantized values in the dtype of ``x``. The gradient is
     straight-through: rounding has the derivative 1.
 
-    Each parameter is a `fusedmoe.formats.Quantizer`, a `fusedmoe.formats.Format`, or the name of a recipe, such as
-    ``"mxfp8"`` or ``"mxfp8:wgrad=bf16"``, for the recipe's quantizer of this operand. With ``wgrad="bf16"``, the weight
-    gradient of a linear layer in the same chain reads ``x``, or ``dy``, itself.
+    Each parameter is a `fusedmoe.numerics.formats.Quantizer`, a `fusedmoe.numerics.formats.Format`, or the name of a
+    recipe, such as ``"mxfp8"`` or ``"mxfp8:wgrad=bf16"``, for the recipe's quantizer of this operand. With
+    ``wgrad="bf16"``, the weight gradient of a linear layer in the same chain reads ``x``, or ``dy``, itself.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ class Quantize(Op):
         assert self.quantizer is not None, "otherwise there is no step"
         return _quantized(x, self.quantizer, offsets, axes, self.delayed_step(x, offsets, training))
 
-    def delayed_step(self, x: Tensor, offsets: Tensor | None, training: bool) -> amax_state.Step | None:
+    def delayed_step(self, x: Tensor, offsets: Tensor | None, training: bool) -> amax.Step | None:
         """Return the step of delayed scaling that a call with these tensors is; None without delayed scaling."""
         assert self.quantizer is not None, "otherwise there is no step"
         return _delayed_step(self._owner, "input", self.quantizer, x, offsets, training)
@@ -187,7 +187,7 @@ class QuantizeGrad(BackwardOp):
         step = self.delayed_step(grad_output, offsets, training)
         return _quantized(grad_output, self.op.grad_quantizer, offsets, axes, step)
 
-    def delayed_step(self, grad: Tensor, offsets: Tensor | None, training: bool) -> amax_state.Step | None:
+    def delayed_step(self, grad: Tensor, offsets: Tensor | None, training: bool) -> amax.Step | None:
         """As `Quantize.delayed_step`."""
         assert self.op.grad_quantizer is not None
         return _delayed_step(self.op._owner, "grad", self.op.grad_quantizer, grad, offsets, training)
@@ -230,14 +230,14 @@ class WeightQuantization:
         *,
         axes: Axes = (-1, -2),
         training: bool = False,
-        by: tuple[str, Callable[[Tensor, amax_state.Step | None], Sequence[Form]]] | None = None,
+        by: tuple[str, Callable[[Tensor, amax.Step | None], Sequence[Form]]] | None = None,
     ) -> Forms:
         """Return the weight's forms along these axes.
 
         ``by`` has the name of a rule, and the rule's function of a weight and a step of delayed scaling. The function
         quantizes the weight along these axes in place of plain PyTorch, and ends the step.
         """
-        training = training and not amax_state.looking()
+        training = training and not amax.looking()
         maker = "" if by is None else by[0]
         entry = weight_cache.find(self.layer, weight, self.quantizer, axes, maker)
         if entry is not None:
@@ -265,13 +265,13 @@ class WeightQuantization:
         *,
         axes: Axes,
         training: bool,
-        by: tuple[str, Callable[[Tensor, amax_state.Step | None], Sequence[Form]]],
+        by: tuple[str, Callable[[Tensor, amax.Step | None], Sequence[Form]]],
     ) -> tuple[Tensor, ...]:
         """Return the tensors of all forms, one by one, made by the function of a rule; see `__call__`."""
         found = self(weight, axes=axes, training=training, by=by)
         return tuple(t for form in (found if isinstance(found, tuple) else (found,)) for t in form.tensors())
 
-    def _step(self, weight: Tensor, training: bool) -> tuple[amax_state.Step | None, bool]:
+    def _step(self, weight: Tensor, training: bool) -> tuple[amax.Step | None, bool]:
         """Return the step of delayed scaling, and whether the result may be cached.
 
         A result from before the first step may not be cached, since its scale does not come from the weight.
@@ -279,8 +279,8 @@ class WeightQuantization:
         if self.quantizer.delayed is None:
             return None, True
         experts = weight.shape[0] if weight.dim() == 3 else 1
-        history = amax_state.history(self.layer, "weight", self.quantizer, experts, weight.device)
-        step = amax_state.Step(history, "weight", training)
+        history = amax.history(self.layer, "weight", self.quantizer, experts, weight.device)
+        step = amax.Step(history, "weight", training)
         return step, history.begun and not step.again
 
 
@@ -307,16 +307,14 @@ def _spec(op: Op, what: str, x: SpecLike, quantizer: Quantizer, offsets: SpecLik
 
 def _delayed_step(
     owner: Op, role: str, quantizer: Quantizer, x: Tensor, offsets: Tensor | None, training: bool
-) -> amax_state.Step | None:
+) -> amax.Step | None:
     if quantizer.delayed is None:
         return None
     experts = 1 if offsets is None else offsets.shape[0]
-    return amax_state.Step(amax_state.history(owner, role, quantizer, experts, x.device), role, training)
+    return amax.Step(amax.history(owner, role, quantizer, experts, x.device), role, training)
 
 
-def _quantized(
-    x: Tensor, quantizer: Quantizer, offsets: Tensor | None, axes: Axes, step: amax_state.Step | None
-) -> Forms:
+def _quantized(x: Tensor, quantizer: Quantizer, offsets: Tensor | None, axes: Axes, step: amax.Step | None) -> Forms:
     """Return rows, or their gradient, quantized along each of these axes; see `_forms`."""
     shape = tuple(x.shape)
     rows = x.flatten(0, -2) if x.dim() > 2 else x

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedmoe.autocast import without_autocast
-from fusedmoe.checks import (
+from fusedmoe.base.autocast import without_autocast
+from fusedmoe.base.checks import (
     FINITE,
     FLAG,
     NOT_NEGATIVE,
@@ -27,14 +27,14 @@ from fusedmoe.checks import (
     one_of,
     said,
 )
-from fusedmoe.errors import InputError
-from fusedmoe.kernels.torch.rows import rows_per_expert
+from fusedmoe.base.errors import InputError
+from fusedmoe.numerics.expert_rows import rows_per_expert
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from fusedmoe.checks import Check
+    from fusedmoe.base.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from fusedmoe.checks import INPUT_NAME
+from fusedmoe.base.checks import INPUT_NAME
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.checks import Check
+    from fusedmoe.base.checks import Check
     from fusedmoe.ops.op import SpecLike
 
 

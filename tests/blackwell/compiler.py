@@ -17,7 +17,7 @@ from kept import contents, kept, versions
 
 from blackwell.host import Host, linked, parameter_sizes
 from blackwell.launches import Launch, Parameters, memory, spied
-from fusedmoe.kernels.cache_key import built_with
+from fusedmoe.kernels.build.cache_key import built_with
 
 SYMBOL = "blackwell_on_cpu"  # of the host function in each library
 OPTIONS = "--gpu-arch sm_100a --keep-ptx --dump-dir"

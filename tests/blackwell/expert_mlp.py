@@ -14,10 +14,10 @@ import torch
 import fusedmoe as fm
 from blackwell import calls
 from blackwell.scales import round_up
-from fusedmoe import formats
-from fusedmoe.formats.groups import PaddedRows, group_of
+from fusedmoe.numerics import formats
+from fusedmoe.numerics.formats.groups import PaddedRows, group_of
 
-swizzling = import_module("fusedmoe.formats.swizzle")
+swizzling = import_module("fusedmoe.numerics.formats.swizzle")
 MXFP8 = formats.mxfp8()
 NVFP4 = formats.Quantizer(formats.nvfp4(), hadamard=True)
 BF16 = torch.bfloat16

@@ -14,8 +14,8 @@ import torch
 
 from emulator.host import Host
 from emulator.machine import Machine
-from fusedmoe.kernels import compiler
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions, launch
+from fusedmoe.kernels.build import compiler
+from fusedmoe.kernels.sm90 import launch, products, scaled_products, scaled_wgrad
 
 SMS = 4
 EAGERNESS = (0.3, 0.0, 1.0)  # see machine
@@ -64,11 +64,11 @@ class EmulatedGpu:
 def _forget_functions():
     """Clear the caches of functions that launch kernels."""
     for cache in ("_ragged_m_launch", "_ragged_k_launch", "_ragged_m_kernel", "_ragged_k_kernel"):
-        getattr(functions, cache).cache_clear()
+        getattr(products, cache).cache_clear()
     for cache in ("_ragged_m_launch", "_kernel"):
-        getattr(block_scaled_functions, cache).cache_clear()
+        getattr(scaled_products, cache).cache_clear()
     for cache in ("_launch", "_kernel"):
-        getattr(block_scaled_k_functions, cache).cache_clear()
+        getattr(scaled_wgrad, cache).cache_clear()
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def emulated(seed=None):
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(patch.object(target, name, value))
-        stack.enter_context(patch("fusedmoe.fusion.plans.arch_of", lambda device: 90))
+        stack.enter_context(patch("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90))
         _forget_functions()
         stack.callback(_forget_functions)
         yield gpu

@@ -86,10 +86,10 @@ def no_sync():
 @pytest.fixture
 def tiles(monkeypatch):
     """Have every product run with these tiles, instead of what the model of `choice` says."""
-    from fusedmoe.kernels.sm90 import functions  # only for tests of these kernels
+    from fusedmoe.kernels.sm90 import products  # only for tests of these kernels
 
     def use(config):
-        monkeypatch.setattr(functions, "choose", lambda problem: config)
+        monkeypatch.setattr(products, "choose", lambda problem: config)
 
     return use
 
@@ -97,7 +97,7 @@ def tiles(monkeypatch):
 @pytest.fixture(scope="module")
 def build_ahead(request):
     """A function that compiles kernels into the cache on disk, side by side: one by one they would take minutes."""
-    from fusedmoe.kernels import compiler  # only for tests of these kernels
+    from fusedmoe.kernels.build import compiler  # only for tests of these kernels
 
     def build(kernels):
         if EMULATED:

@@ -11,12 +11,12 @@ from benchmarks import dense, layer, layer_page, layer_run, router
 from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import OURS, OURS_PEER, SONIC, Sizes, Work
-from fusedmoe.bench.measure import FORWARD, INFERENCE, STEP, measure
-from fusedmoe.bench.peers import NOT_INSTALLED
-from fusedmoe.bench.timing import GpuTimer
-from fusedmoe.cli import bench as bench_cli
-from fusedmoe.cli.main import main
+from fusedmoe.commands.bench import command as bench_cli
+from fusedmoe.commands.bench.layer import OURS, OURS_PEER, SONIC, Sizes, Work
+from fusedmoe.commands.bench.measure import FORWARD, INFERENCE, STEP, measure
+from fusedmoe.commands.bench.peers import NOT_INSTALLED
+from fusedmoe.commands.bench.timing import GpuTimer
+from fusedmoe.commands.main import main
 
 pytestmark = [
     needs_gpu,

@@ -357,7 +357,7 @@ def frozen_in_fp8():
     """Experts with the codes and scales of an FP8 checkpoint."""
     chain = experts()
     for i in (0, 3):
-        format = fm.formats.fp8_block(across=128, power_of_two=False)
+        format = fm.numerics.formats.fp8_block(across=128, power_of_two=False)
         q = fm.quantize(chain[i].weight.detach(), format)
         chain[i] = fm.GroupedLinear.from_quantized(q.data, q.scale.contiguous(), weight_format=format)
     return chain

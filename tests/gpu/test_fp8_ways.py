@@ -38,8 +38,8 @@ from hopper import needs_gpu, needs_hopper
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.fusion import plans
-from fusedmoe.fusion.describe import describe
+from fusedmoe.fusion.program import plan_table
+from fusedmoe.fusion.report.describe import describe
 
 pytestmark = needs_hopper
 
@@ -54,14 +54,14 @@ def built(build_ahead):
 
 def planned(monkeypatch):
     """The plans of all calls from now on."""
-    found, plan_chain = [], plans.plan_chain
+    found, plan_chain = [], plan_table.plan_chain
 
     def noted(chain, arguments, *others, **named):
         plan = plan_chain(chain, arguments, *others, **named)
         found.append(describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True))))
         return plan
 
-    monkeypatch.setattr(plans, "plan_chain", noted)
+    monkeypatch.setattr(plan_table, "plan_chain", noted)
     return found
 
 
@@ -396,7 +396,7 @@ def test_sharded_layers_have_the_same_gradients(recipe, reshard, mesh, monkeypat
 
 STRICT_DEMO = """
 import sys, fusedmoe
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 with fusedmoe.strict():
     sys.exit(main(["demo", *sys.argv[1:]]))
 """

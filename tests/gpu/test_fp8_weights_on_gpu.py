@@ -5,7 +5,7 @@ import torch
 from hopper import DEVICE, needs_gpu  # beside this file
 
 import fusedmoe as fm
-from fusedmoe.formats import fp8_block
+from fusedmoe.numerics.formats import fp8_block
 from fusedmoe.ops import GroupedLinear
 
 pytestmark = needs_gpu

@@ -7,7 +7,7 @@ from hopper import DEVICE, needs_hopper
 from test_async import capture
 
 import fusedmoe as fm
-from fusedmoe.ops import grad_sums
+from fusedmoe.ops.state import grad_sums
 
 pytestmark = needs_hopper
 

@@ -6,10 +6,11 @@ from test_async import E, H, I, capture, experts, random_splits  # beside this f
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe import formats
-from fusedmoe.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts, products
-from fusedmoe.formats.roles import ROLES
-from fusedmoe.recipes import NVFP4, FP8Block, FP8Row, FP8Tensor
+from fusedmoe.kernels.torch import quantized_products
+from fusedmoe.numerics import formats
+from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import NVFP4, FP8Block, FP8Row, FP8Tensor
 
 QUANTIZERS = {
     "tensor": Quantizer(formats.fp8_tensor()),
@@ -276,7 +277,7 @@ def test_torch_multiplies_codes_natively_where_it_can(device, recipe, monkeypatc
     assert paths == {"GroupedLinear": "native", "Wgrad": "native", "Dgrad": "native"}
     native = run()
     fm.clear_weight_cache(layer)
-    monkeypatch.setattr(products, "multiplies_codes", lambda device: False)
+    monkeypatch.setattr(quantized_products, "multiplies_codes", lambda device: False)
     emulated = run()
     exact = exact_products(recipe, layer[0].weight.detach(), x.detach(), splits, dy)
     for a, b, want in zip(native, emulated, exact, strict=True):

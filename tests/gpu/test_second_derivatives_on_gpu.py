@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hopper import needs_gpu
 
 import fusedmoe as fm
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
 
 E, H, I = 8, 128, 64  # noqa: E741
 SPLITS = (60, 0, 1, 128, 33, 0, 7, 100)

@@ -5,7 +5,7 @@ import torch
 from hopper import needs_gpu
 
 import fusedmoe as fm
-from fusedmoe.builtin_rules.sm90.backend import OnSm90
+from fusedmoe.builtin_rules.requirements import OnSm90
 from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
 
 pytestmark = needs_gpu

@@ -9,9 +9,6 @@ from poison import nan_in_new_tensors
 from test_sm90_quantize import BF16, FP16, offsets_of, values
 from test_sm90_quantize_formats import ordinary
 
-from fusedmoe.formats import mxfp8, quantize
-from fusedmoe.formats.groups import PaddedRows
-from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups
 from fusedmoe.kernels.sm100.quantize_functions import (
     PACKING,
     SCALES,
@@ -19,6 +16,9 @@ from fusedmoe.kernels.sm100.quantize_functions import (
     bind_quantize_packed,
     bind_quantize_packed_weight,
 )
+from fusedmoe.numerics.formats import mxfp8, quantize
+from fusedmoe.numerics.formats.groups import PaddedRows
+from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups
 
 pytestmark = needs_hopper
 

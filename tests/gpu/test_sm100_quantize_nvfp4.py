@@ -11,11 +11,11 @@ from test_sm90_quantize_formats import ordinary
 from test_sm100_quantize import FORMS, SPLITS, unsigned, with_tail
 
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms
-from fusedmoe.formats import Quantizer, nvfp4, quantize
-from fusedmoe.formats.groups import PACKED_ROWS, PaddedRows
-from fusedmoe.formats.packed import Packed, quantize_packed
-from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups
 from fusedmoe.kernels.sm100.quantize_functions import bind_quantize_packed_nvfp4
+from fusedmoe.numerics.formats import Quantizer, nvfp4, quantize
+from fusedmoe.numerics.formats.groups import PACKED_ROWS, PaddedRows
+from fusedmoe.numerics.formats.packed import Packed, quantize_packed
+from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups
 
 pytestmark = needs_hopper
 

@@ -7,7 +7,7 @@ from poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.sm90.activation_functions import bind_activation, bind_activation_backward
+from fusedmoe.kernels.rows.activation.functions import bind_activation, bind_activation_backward
 
 pytestmark = needs_hopper
 

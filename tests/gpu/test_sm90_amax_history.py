@@ -9,11 +9,11 @@ from poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from benchmarks.launches import launches
-from fusedmoe.builtin_rules.sm90.delayed import bind_end
-from fusedmoe.formats import E5M2, Delayed, Quantizer, fp8_tensor
-from fusedmoe.formats.delayed import AmaxHistory
-from fusedmoe.ops.amax_state import Step, only_looking
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.builtin_rules.rows.delayed import bind_end
+from fusedmoe.numerics.formats import E5M2, Delayed, Quantizer, fp8_tensor
+from fusedmoe.numerics.formats.delayed import AmaxHistory
+from fusedmoe.numerics.recipes import FP8Tensor
+from fusedmoe.ops.state.amax import Step, only_looking
 
 pytestmark = needs_hopper
 

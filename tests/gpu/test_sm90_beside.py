@@ -11,13 +11,13 @@ from test_async import capture
 from test_sm90_slots import between_nan, routed
 
 import fusedmoe as fm
-from fusedmoe.formats import fp8_block, quantize
-from fusedmoe.fusion import planner
+from fusedmoe.fusion.search import planner
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch
-from fusedmoe.kernels.sm90.block_scaled_functions import with_strides
-from fusedmoe.kernels.sm90.block_scaled_k_functions import bind_block_scaled_wgrad
-from fusedmoe.kernels.sm90.functions import bind_copy_rows, bind_grouped_wgrad, bind_sum_slots
+from fusedmoe.kernels.sm90.products import bind_copy_rows, bind_grouped_wgrad, bind_sum_slots
+from fusedmoe.kernels.sm90.scaled_products import with_strides
+from fusedmoe.kernels.sm90.scaled_wgrad import bind_block_scaled_wgrad
+from fusedmoe.numerics.formats import fp8_block, quantize
 
 pytestmark = needs_hopper
 

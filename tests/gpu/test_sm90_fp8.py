@@ -19,12 +19,12 @@ from test_async import capture
 from test_sm90_kernels import ACTIVATIONS, act, offsets_of, padded, product, scaled
 from torch import Tensor
 
-from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
-from fusedmoe.formats.groups import group_of
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_functions as functions
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS
+from fusedmoe.kernels.sm90 import scaled_products as functions
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS
+from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.numerics.formats.groups import group_of
 
 pytestmark = needs_hopper
 
@@ -46,10 +46,14 @@ FORMATS = {
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
-    from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
-    from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
-    from fusedmoe.kernels.sm90.quantized import RowCodes
+    from fusedmoe.kernels.sm90.epilogue.derivative_codes import (
+        DerivativeCodes,
+        DerivativeCodesRaggedM,
+        derivative_codes,
+    )
+    from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+    from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
+    from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
 
     kernels = [BlockScaledRaggedM(d, c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
     of_format = [None, *(RowCodes(f.element, f.power_of_two) for f in FORMATS.values())]

@@ -13,12 +13,12 @@ from hopper import DEVICE, needs_hopper
 from poison import nan_in_new_tensors
 from test_sm90_kernels import ACTIVATIONS, offsets_of, padded, product
 
-from fusedmoe.formats import E4M3, E5M2, amax_by_expert, fp8_tensor, quantize
 from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
-from fusedmoe.kernels.sm90.functions import bind_transpose_rows
+from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90.products import bind_transpose_rows
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
+from fusedmoe.numerics.formats import E4M3, E5M2, amax_by_expert, fp8_tensor, quantize
 
 pytestmark = needs_hopper
 
@@ -27,9 +27,9 @@ BF16, FP32, CODES = fp8.BF16, fp8.FP32, fp8.CODES
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
-    from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
-    from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+    from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
+    from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+    from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
 
     kernels = [TensorScaledRaggedM(d, c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
     results = (None, CodesByExpert())
@@ -54,7 +54,7 @@ def seed():
 @pytest.fixture
 def tiles(monkeypatch):
     def force(config):
-        for module in (block_scaled_functions, block_scaled_k_functions):
+        for module in (scaled_products, scaled_wgrad):
             monkeypatch.setattr(module, "choose", lambda problem: config)
 
     return force
@@ -119,13 +119,13 @@ def test_of_quantized_tensors(power_of_two, tiles):
     w = torch.randn(len(splits), fp8.N, fp8.K, device=DEVICE).to(BF16)
     forward, gradient = fp8_tensor(E4M3, power_of_two), fp8_tensor(E5M2, power_of_two)
     a, b = quantize(x, forward, -1, offsets=offsets), quantize(w, forward, -1)
-    y = block_scaled_functions.block_scaled_gemm(a.data, a.scale, b.data, b.scale, offsets)
+    y = scaled_products.block_scaled_gemm(a.data, a.scale, b.data, b.scale, offsets)
     want = padded(product(a.dequantize(FP32), b.dequantize(FP32), splits), tail)
     assert (y.double() - want).norm() < fp8.TOLERANCE[BF16] * want.norm()
 
     tiles(CO_256)
     a, b = quantize(dy, gradient, -2, offsets=offsets), quantize(x, forward, -2, offsets=offsets)
-    dw = block_scaled_k_functions.block_scaled_wgrad(a.data, a.scale, b.data, b.scale, offsets, len(x))
+    dw = scaled_wgrad.block_scaled_wgrad(a.data, a.scale, b.data, b.scale, offsets, len(x))
     dy, x = (t.dequantize(FP32)[: sum(splits)].double().split(splits) for t in (a, b))
     want = torch.stack([p.T @ q for p, q in zip(dy, x, strict=True)])
     assert (dw.double() - want).norm() < fp8.TOLERANCE[BF16] * want.norm()
@@ -139,7 +139,7 @@ def check_codes(x, w, splits, a, element="e4m3", keep=True, bias=None, row_scale
     offsets = offsets_of(splits)
     rows, quantized = x.codes.shape[0], Fp8ByExpert(element)
     bound = [
-        block_scaled_functions.bind_block_scaled_gemm_activation(
+        scaled_products.bind_block_scaled_gemm_activation(
             x.codes, w.codes, bias, row_scale, a, keep, result, DEFAULT, by_expert=True
         )
         for result in (None, quantized)

@@ -13,12 +13,12 @@ import torch
 from hopper import DEVICE, EMULATED, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
-from fusedmoe.formats.groups import padded_rows
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_k_functions, launch
-from fusedmoe.kernels.sm90.block_scaled_functions import with_strides
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_ALONE, CO_256_TALL
+from fusedmoe.kernels.sm90 import launch, scaled_wgrad
+from fusedmoe.kernels.sm90.scaled_products import with_strides
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ALONE, CO_256_TALL
+from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.numerics.formats.groups import padded_rows
 
 pytestmark = needs_hopper
 
@@ -33,7 +33,7 @@ N, K = 144, 272  # a tile of 128 and a bit, one of 256 and a bit
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
+    from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
 
     outputs = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
     each = itertools.product(CODES, CANDIDATES["fp8_wgrad"], outputs)
@@ -47,7 +47,7 @@ def seed():
 
 @pytest.fixture
 def tiles(monkeypatch):
-    return lambda config: monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: config)
+    return lambda config: monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: config)
 
 
 def inside_nan(t, unit):
@@ -107,7 +107,7 @@ class Problem:
     def run(self, options=DEFAULT):
         into = None if self.before is None else self.before.clone()
         with nan_in_new_tensors():
-            dw = block_scaled_k_functions.block_scaled_wgrad(
+            dw = scaled_wgrad.block_scaled_wgrad(
                 self.dy, self.dy_scale, self.x, self.x_scale, self.offsets, self.rows,
                 dtype=self.dtype, out=into, options=options,
             )  # fmt: skip
@@ -175,7 +175,7 @@ def test_of_quantized_rows(tiles):
     dy[used:], x[used:] = torch.nan, torch.nan
     a = quantize(dy, fp8_block(E5M2, power_of_two=False), -2, offsets=offsets)
     b = quantize(x, fp8_block(E4M3), -2, offsets=offsets)
-    dw = block_scaled_k_functions.block_scaled_wgrad(
+    dw = scaled_wgrad.block_scaled_wgrad(
         a.data, with_strides(a.scale), b.data, with_strides(b.scale), offsets, used + 7
     )
     dy, x = a.dequantize(FP32)[:used].double(), b.dequantize(FP32)[:used].double()
@@ -220,11 +220,11 @@ def test_the_first_tile_of_a_cta_may_be_after_many_experts(config, schedule, til
     tiles(config)
     if EMULATED:
         monkeypatch.setattr(launch, "sm_count", lambda device: 70 * config.ctas)
-    block_scaled_k_functions._launch.cache_clear()
+    scaled_wgrad._launch.cache_clear()
     splits = [e * 37 % 3 * (e % 7 > 3) for e in range(71)]
     splits[33] = 129
     Problem(tuple(splits), 9, 16, 32).check(KernelOptions(schedule=schedule))
-    block_scaled_k_functions._launch.cache_clear()
+    scaled_wgrad._launch.cache_clear()
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (16, 528), (528, 16), (128, 256), (256, 128), (400, 384)])
@@ -270,9 +270,7 @@ def test_results_end_where_their_tensor_ends(tiles):
         case = Problem(accumulate=True)
         around = torch.full((len(SPLITS) + 2, N, K), 7.0, device=DEVICE)
         inside = around[1:-1].copy_(case.before)
-        run = block_scaled_k_functions.bind_block_scaled_wgrad(
-            case.dy, case.x, case.offsets, case.rows, FP32, accumulate, DEFAULT
-        )
+        run = scaled_wgrad.bind_block_scaled_wgrad(case.dy, case.x, case.offsets, case.rows, FP32, accumulate, DEFAULT)
         run(case.dy, case.dy_scale, case.x, case.x_scale, case.offsets, inside)
         assert torch.equal(inside, (case.want - (0 if accumulate else case.before.double())).float())
         assert (around[0] == 7).all()

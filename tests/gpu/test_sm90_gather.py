@@ -19,8 +19,8 @@ from torch import Tensor
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import functions
-from fusedmoe.kernels.sm90.choice import CO_256, PP_128, PP_192
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.tiles.choice import CO_256, PP_128, PP_192
 
 pytestmark = needs_hopper
 
@@ -45,8 +45,8 @@ DERIVATIVES = ("swiglu", "gpt-oss", "geglu_tanh", "squared_relu")
 
 def kernels():
     """The kernels of this file, with gathered rows and without."""
-    from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
-    from fusedmoe.kernels.sm90.ragged_m import RaggedM
+    from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     wanted = [
         ("bf16", PP_192, "k", PLAIN), ("bf16", PP_192, "n", PLAIN), ("bf16", CO_256, "k", PLAIN),
@@ -61,7 +61,7 @@ def kernels():
         what = {"clamped": a.limit is not None, "interleaved": a.interleaved, "keep": True}
         wanted.append(("bf16", PP_192, "k", activation(a.kind, **what)))
         if name in DERIVATIVES:
-            config = PP_128 if functions.heavy(a) else PP_192
+            config = PP_128 if products.heavy(a) else PP_192
             wanted.append(("bf16", config, "n", derivative(a.kind, **what, row_scale=True)))
     return [
         RaggedM(dtype, config, b_major=major, epilogue=epilogue, gather=gather)
@@ -138,7 +138,7 @@ def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, tokens=TOKENS, dtype=BF16, majo
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
-        return (functions.grouped_gemm(rows, w, offsets, bias=bias, row_scale=scale, options=options, gather=gather),)
+        return (products.grouped_gemm(rows, w, offsets, bias=bias, row_scale=scale, options=options, gather=gather),)
 
     return Case(product, x, index, sum(splits))
 
@@ -154,7 +154,7 @@ def activation(
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
-        y, p = functions.grouped_gemm_activation(
+        y, p = products.grouped_gemm_activation(
             rows, w, offsets, a, bias=bias, row_scale=scale, keep_preactivation=keep, options=options, gather=gather
         )
         return (y, p) if keep else (y,)
@@ -173,7 +173,7 @@ def derivative(
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
-        results = functions.grouped_gemm_activation_backward(
+        results = products.grouped_gemm_activation_backward(
             rows, w, offsets, p, a, row_scale=scale, want_row_scale_grad=extras, options=options, gather=gather
         )
         return tuple(t for t in results if t is not None)
@@ -216,7 +216,7 @@ def test_gate_and_up_side_by_side_with_unit_stride_along_n(tiles):
 
 @pytest.mark.parametrize("kind", DERIVATIVES)
 def test_derivative(kind, tiles):
-    tiles(PP_128 if functions.heavy(ACTIVATIONS[kind]) else PP_192)
+    tiles(PP_128 if products.heavy(ACTIVATIONS[kind]) else PP_192)
     derivative(a=ACTIVATIONS[kind]).check()
 
 
@@ -336,7 +336,7 @@ def test_a_graph_follows_changed_splits_and_indices(tiles):
     index, offsets = cases[0].index.clone(), offsets_of(splits[0])
 
     def product():
-        return functions.grouped_gemm(x, w, offsets, gather=index)
+        return products.grouped_gemm(x, w, offsets, gather=index)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

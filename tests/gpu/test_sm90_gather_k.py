@@ -15,8 +15,8 @@ from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import functions
-from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, PP_192_TALL, WGRADS
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_192, PP_192_TALL, WGRADS
 
 pytestmark = needs_hopper
 
@@ -32,7 +32,7 @@ of_configs = pytest.mark.parametrize(("gathered", "config"), CONFIGS, ids=lambda
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    from fusedmoe.kernels.sm90.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 
     variants = [(config, OPERAND[gathered], "bf16", "bf16", False) for gathered, config in CONFIGS]
     variants += [
@@ -98,7 +98,7 @@ class Problem:
         operands = self.operands(self.source if source is None else source)
         out = self.before.clone() if accumulate else None
         with nan_in_new_tensors():
-            return functions.grouped_wgrad(
+            return products.grouped_wgrad(
                 *operands, self.offsets, out=out, accumulate=accumulate, options=options, gather=self.index,
                 gathered=self.gathered, **settings,
             )  # fmt: skip
@@ -110,7 +110,7 @@ class Problem:
         gathered_rows[:used] = self.source[self.index[:used].long()]
         out = self.before.clone() if accumulate else None
         with nan_in_new_tensors():
-            return functions.grouped_wgrad(
+            return products.grouped_wgrad(
                 *self.operands(gathered_rows), self.offsets, out=out, accumulate=accumulate, **settings
             )
 
@@ -266,7 +266,7 @@ def test_in_a_cuda_graph_with_other_tokens_and_splits(gathered, tiles, no_sync):
     used, out = sum(SPLITS), torch.empty(len(SPLITS), problem.n, problem.k, dtype=BF16, device=DEVICE)
 
     def step():
-        functions.grouped_wgrad(
+        products.grouped_wgrad(
             *problem.operands(problem.source), problem.offsets, out=out, gather=problem.index, gathered=gathered
         )
 

@@ -18,11 +18,11 @@ from poison import nan_in_new_tensors
 from test_async import capture
 from torch import Tensor
 
-from fusedmoe.kernels import shipped
 from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import functions, launch
-from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_128, PP_192
+from fusedmoe.kernels.sm90 import launch, products
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_128, PP_192
 
 pytestmark = needs_hopper
 
@@ -53,8 +53,8 @@ def named(*arguments):
 
 def not_shipped():
     """Kernels that tests here want besides the shipped ones."""
-    from fusedmoe.kernels.sm90.epilogues import activation, derivative
-    from fusedmoe.kernels.sm90.ragged_m import RaggedM
+    from fusedmoe.kernels.sm90.epilogue.outputs import activation, derivative
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     def swiglu(clamped=False, interleaved=True, keep=True):
         return activation("swiglu", clamped=clamped, interleaved=interleaved, keep=keep)
@@ -94,7 +94,7 @@ def seed():
 
 def training_tiles(activation):
     """Tiles that kernels with this activation's derivative are shipped with."""
-    return PP_128 if functions.heavy(activation) else PP_192
+    return PP_128 if products.heavy(activation) else PP_192
 
 
 def test_new_tensors_are_full_of_nan(device):
@@ -194,7 +194,7 @@ def plain(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype=BF16, major="k", biased=F
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
-        return (functions.grouped_gemm(x, w, offsets, bias=bias, row_scale=scale, options=options),)
+        return (products.grouped_gemm(x, w, offsets, bias=bias, row_scale=scale, options=options),)
 
     return Case(run, (padded(scaled(product(x, w, splits, bias), scale), tail),))
 
@@ -210,7 +210,7 @@ def activation(
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
-        y, p = functions.grouped_gemm_activation(
+        y, p = products.grouped_gemm_activation(
             x, w, offsets, a, bias=bias, row_scale=scale, keep_preactivation=keep, options=options
         )
         assert (p is not None) is keep
@@ -231,7 +231,7 @@ def derivative(
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
-        grad, y, grad_scale = functions.grouped_gemm_activation_backward(
+        grad, y, grad_scale = products.grouped_gemm_activation_backward(
             dy, w, offsets, p, a, row_scale=scale, want_output=keep, want_row_scale_grad=gradient, options=options
         )
         assert (y is not None) is keep
@@ -252,7 +252,7 @@ def wgrad(splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype=BF16, out=None, accumulat
 
     def run(options):
         into = before.clone() if accumulate else None
-        dw = functions.grouped_wgrad(dy, x, offsets, out=into, dtype=out, accumulate=accumulate, options=options)
+        dw = products.grouped_wgrad(dy, x, offsets, out=into, dtype=out, accumulate=accumulate, options=options)
         assert into is None or dw is into
         return (dw,)
 
@@ -361,7 +361,7 @@ def test_accumulating_leaves_an_expert_without_rows_as_it_is(device, tiles):
     dy, x = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K)
     before = torch.randn(len(SPLITS), N, K, device=device)
     before[1] = torch.nan
-    after = functions.grouped_wgrad(dy, x, offsets_of(SPLITS), out=before.clone(), accumulate=True)
+    after = products.grouped_wgrad(dy, x, offsets_of(SPLITS), out=before.clone(), accumulate=True)
     empty = torch.tensor([count == 0 for count in SPLITS], device=device)
     assert torch.equal(after[empty].view(torch.int32), before[empty].view(torch.int32))
     assert (after[~empty] != before[~empty]).any((1, 2)).all()
@@ -370,10 +370,10 @@ def test_accumulating_leaves_an_expert_without_rows_as_it_is(device, tiles):
 def test_accumulating_twice_adds_twice(tiles):
     tiles(PP_192)
     dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
-    once = functions.grouped_wgrad(dy, x, offsets, dtype=FP32)
+    once = products.grouped_wgrad(dy, x, offsets, dtype=FP32)
     twice = once.clone()
     for _ in range(2):
-        functions.grouped_wgrad(dy, x, offsets, out=twice, accumulate=True)
+        products.grouped_wgrad(dy, x, offsets, out=twice, accumulate=True)
     assert_close(twice, 3 * once.double())
 
 
@@ -385,11 +385,11 @@ def test_adding_in_16_bits_has_the_bits_of_two_steps(device, config, tiles):
     tiles(config)
     dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
     before = torch.randn(len(SPLITS), N, K, device=device).to(BF16)
-    want = before + functions.grouped_wgrad(dy, x, offsets)
+    want = before + products.grouped_wgrad(dy, x, offsets)
     empty = torch.tensor([count == 0 for count in SPLITS], device=device)
     before[empty] = want[empty] = torch.nan
     for options in (KernelOptions(), KernelOptions(100, "static")):
-        got = functions.grouped_wgrad(dy, x, offsets, out=before.clone(), accumulate=True, options=options)
+        got = products.grouped_wgrad(dy, x, offsets, out=before.clone(), accumulate=True, options=options)
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
@@ -398,8 +398,8 @@ def test_a_transposed_result(device, accumulate, tiles):
     tiles(PP_192)
     dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
     out = torch.randn(len(SPLITS), K, N, device=device).to(BF16).mT if accumulate else None
-    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, accumulate, KernelOptions(), transposed=True)
-    want = functions.grouped_wgrad(dy, x, offsets)
+    run = products.bind_grouped_wgrad(dy, x, offsets, BF16, accumulate, KernelOptions(), transposed=True)
+    want = products.grouped_wgrad(dy, x, offsets)
     want = want if out is None else out + want
     with nan_in_new_tensors():
         got = run(dy, x, offsets, out)
@@ -412,8 +412,8 @@ def test_wgrad_into_a_given_tensor(device, tiles):
     tiles(PP_192)
     dy, x, offsets = rows(SPLITS, TAIL, N), rows(SPLITS, TAIL, K), offsets_of(SPLITS)
     out = torch.full((len(SPLITS), N, K), torch.nan, dtype=BF16, device=device)
-    assert functions.grouped_wgrad(dy, x, offsets, out=out) is out
-    assert torch.equal(out, functions.grouped_wgrad(dy, x, offsets))
+    assert products.grouped_wgrad(dy, x, offsets, out=out) is out
+    assert torch.equal(out, products.grouped_wgrad(dy, x, offsets))
 
 
 # ------------------------------------------------------------------------------ bit for bit: products that only copy
@@ -437,7 +437,7 @@ def test_one_hot_weights_copy_columns(major, tiles):
     tiles(PP_192)
     x, (w, picked) = rows(SPLITS, TAIL, K), one_hot_weights(SPLITS, N, K, major)
     with nan_in_new_tensors():
-        y = functions.grouped_gemm(x, w, offsets_of(SPLITS))
+        y = products.grouped_gemm(x, w, offsets_of(SPLITS))
     assert torch.equal(y, copied(x, picked))
 
 
@@ -448,7 +448,7 @@ def test_one_hot_weights_copy_columns_to_the_preactivation(kind, major, tiles):
     tiles(PP_192)
     x, (w, picked) = rows(SPLITS, TAIL, K), one_hot_weights(SPLITS, 2 * N, K, major)
     with nan_in_new_tensors():
-        _, p = functions.grouped_gemm_activation(x, w, offsets_of(SPLITS), ACTIVATIONS[kind])
+        _, p = products.grouped_gemm_activation(x, w, offsets_of(SPLITS), ACTIVATIONS[kind])
     assert torch.equal(p, copied(x, picked))
 
 
@@ -459,7 +459,7 @@ def test_one_hot_weights_copy_columns_of_the_gradient(tiles):
     p = torch.ones_like(rows(SPLITS, TAIL, 2 * N))
     p[sum(SPLITS) :] = torch.nan
     with nan_in_new_tensors():
-        grad, y, _ = functions.grouped_gemm_activation_backward(dy, w.mT, offsets_of(SPLITS), p, ACTIVATIONS["reglu"])
+        grad, y, _ = products.grouped_gemm_activation_backward(dy, w.mT, offsets_of(SPLITS), p, ACTIVATIONS["reglu"])
     want = copied(dy, picked)
     assert torch.equal(grad, torch.cat((want, want), dim=1))
     assert (y[: sum(SPLITS)] == 1).all()
@@ -480,7 +480,7 @@ def test_one_hot_gradients_copy_rows(device, dtype, tiles):
         dy[torch.arange(end - count, end, device=device), to] = 1
         want[e, to] = x[end - count : end].to(dtype)
     with nan_in_new_tensors():
-        dw = functions.grouped_wgrad(dy, x, offsets_of(SPLITS), dtype=dtype)
+        dw = products.grouped_wgrad(dy, x, offsets_of(SPLITS), dtype=dtype)
     assert torch.equal(dw, want)
 
 
@@ -533,11 +533,11 @@ def test_operands_that_are_parts_of_others(tiles):
     x, dy, p = (inside_nan(rows(splits, TAIL, width)) for width in (K, N, 2 * K))
     up, w = inside_nan(weights(len(splits), 2 * N, K)), inside_nan(weights(len(splits), N, K))
     with nan_in_new_tensors():
-        y = functions.grouped_gemm(x, w, offsets)
-        dx = functions.grouped_gemm(dy, w.mT, offsets)
-        h, _ = functions.grouped_gemm_activation(x, up, offsets, a)
-        dw = functions.grouped_wgrad(dy, x, offsets)
-        dp, *_ = functions.grouped_gemm_activation_backward(dy, w, offsets, p, a)
+        y = products.grouped_gemm(x, w, offsets)
+        dx = products.grouped_gemm(dy, w.mT, offsets)
+        h, _ = products.grouped_gemm_activation(x, up, offsets, a)
+        dw = products.grouped_wgrad(dy, x, offsets)
+        dp, *_ = products.grouped_gemm_activation_backward(dy, w, offsets, p, a)
     assert dp.is_contiguous()
     assert_close(y, padded(product(x, w, splits), TAIL))
     assert_close(dx, padded(product(dy, w.mT, splits), TAIL))

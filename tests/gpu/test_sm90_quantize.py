@@ -7,16 +7,16 @@ import torch
 from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.formats import E4M3, E5M2, fp8_block, quantize
-from fusedmoe.formats.groups import padded_rows
 from fusedmoe.kernels.fp8 import Fp8
-from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
-from fusedmoe.kernels.sm90.quantize_functions import (
+from fusedmoe.kernels.rows.quantize.block_functions import (
     TOKEN_READERS,
     bind_quantize_rows,
     bind_quantize_weight,
     bind_transpose_codes,
 )
+from fusedmoe.kernels.sm90.scaled_products import has_strides
+from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.numerics.formats.groups import padded_rows
 
 pytestmark = needs_hopper
 

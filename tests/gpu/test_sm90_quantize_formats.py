@@ -9,8 +9,9 @@ from poison import nan_in_new_tensors
 from test_sm90_quantize import BF16, FP16, bits, offsets_of, values, weight_like
 
 import fusedmoe as fm
-from fusedmoe.builtin_rules.sm90.narrow_forms import bind_forms, bind_weight_forms, narrow_of
-from fusedmoe.formats import (
+from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms, narrow_of
+from fusedmoe.kernels.rows.quantize.format_functions import bind_dequantize, bind_magnitudes
+from fusedmoe.numerics.formats import (
     E5M2,
     Delayed,
     Quantizer,
@@ -22,10 +23,9 @@ from fusedmoe.formats import (
     nvfp4,
     quantize,
 )
-from fusedmoe.formats.delayed import AmaxHistory
-from fusedmoe.formats.hadamard import rotate
-from fusedmoe.kernels.sm90.quantize_format_functions import bind_dequantize, bind_magnitudes
-from fusedmoe.ops.amax_state import Step
+from fusedmoe.numerics.formats.delayed import AmaxHistory
+from fusedmoe.numerics.formats.hadamard import rotate
+from fusedmoe.ops.state.amax import Step
 
 pytestmark = needs_hopper
 

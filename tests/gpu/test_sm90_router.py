@@ -11,11 +11,11 @@ from test_async import capture
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.rows.move.slot_functions import bind_sum_slots
 from fusedmoe.kernels.sm90 import launch
-from fusedmoe.kernels.sm90 import router_functions as kernels
-from fusedmoe.kernels.sm90.router_functions import Choice, LogitsGrads
-from fusedmoe.kernels.sm90.slot_functions import bind_sum_slots
-from fusedmoe.kernels.torch.rows import sort_by_expert
+from fusedmoe.kernels.sm90 import router as kernels
+from fusedmoe.kernels.sm90.router import Choice, LogitsGrads
+from fusedmoe.numerics.expert_rows import sort_by_expert
 
 pytestmark = needs_hopper
 

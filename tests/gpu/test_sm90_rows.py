@@ -5,8 +5,8 @@ import torch
 from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.kernels.sm90.row_functions import bind_zero_tail, column_sums, offsets_from_splits
-from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
+from fusedmoe.kernels.rows.move.functions import bind_zero_tail, column_sums, offsets_from_splits
+from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
 
 pytestmark = needs_hopper
 

@@ -6,14 +6,14 @@ from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
-from fusedmoe.kernels.sm90.slot_functions import (
+from fusedmoe.kernels.rows.move.slot_functions import (
     bind_gather_rows,
     bind_route,
     bind_row_dots,
     bind_slot_values,
     bind_sum_slots,
 )
-from fusedmoe.kernels.torch.rows import sort_by_expert
+from fusedmoe.numerics.expert_rows import sort_by_expert
 
 pytestmark = needs_hopper
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import routers, transformers_experts
-from fusedmoe.kernels import toolkit
-from fusedmoe.kernels.sm90 import functions
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.integrations.transformers import expert_modules, router_kinds
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm90 import products
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
@@ -28,7 +28,7 @@ HEAD = ("family", "experts", "layout", "activation", "router", "sm_90, bf16")
 
 def layout(module: torch.nn.Module) -> str:
     """What is not as with most: weights (E, out, in), all gates before all ups, no bias."""
-    found = transformers_experts.layout_of(module)
+    found = expert_modules.layout_of(module)
     names = {
         "transposed": found.transposed, "interleaved": found.interleaved, "bias": found.biased,
         "not gated": not found.gated, "norm after": found.normed, "weight before": found.scales_input,
@@ -53,17 +53,17 @@ def verdict(module: torch.nn.Module) -> str:
     spec = importlib.util.spec_from_file_location("sm90_stand_ins", STAND_INS)
     stand_ins = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(stand_ins)
-    declined, logger = Declined(), logging.getLogger("fusedmoe.fusion.program")
+    declined, logger = Declined(), logging.getLogger("fusedmoe.fusion.program.source")
     forget_said()
     logger.addHandler(declined)
     try:
         with (
-            mock.patch("fusedmoe.fusion.plans.arch_of", return_value=90),
+            mock.patch("fusedmoe.fusion.program.plan_table.arch_of", return_value=90),
             mock.patch.object(toolkit, "missing_packages", return_value=()),
-            mock.patch.multiple(functions, **stand_ins.BIND),
+            mock.patch.multiple(products, **stand_ins.BIND),
         ):
             explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)
-            chain = transformers_experts.experts_of(module).chain
+            chain = expert_modules.experts_of(module).chain
             x = torch.zeros(TOKENS, chain.gate_up.in_features, dtype=torch.bfloat16, requires_grad=True)
             index = (torch.arange(2 * TOKENS) % chain.gate_up.num_groups).view(TOKENS, 2)
             weights = torch.ones(TOKENS, 2, requires_grad=True)
@@ -73,13 +73,13 @@ def verdict(module: torch.nn.Module) -> str:
     left = declined.ops + [op for plan in explanation.plans for step in plan.unfused for op in step.ops]
     if left:
         return f"fused except {', '.join(op.replace('_', ' ').replace('.', ' ') for op in left)}"
-    return "unfused activation" if isinstance(chain.activation, transformers_experts.ModelFunction) else "fused"
+    return "unfused activation" if isinstance(chain.activation, expert_modules.ModelFunction) else "fused"
 
 
 def router(model: torch.nn.Module, name: str) -> str:
     """What `patch_routers` does with the router next to experts."""
     block = model.get_submodule(name.rpartition(".")[0])
-    found = routers.recognise(block.gate if hasattr(block, "gate") else block.router)
+    found = router_kinds.recognise(block.gate if hasattr(block, "gate") else block.router)
     return "" if isinstance(found, str) else "patched" if found.fp32 else "patched with `fp32_logits`"
 
 

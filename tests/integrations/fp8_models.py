@@ -7,7 +7,7 @@ from transformers.integrations import finegrained_fp8
 
 import fusedmoe as fm
 
-CHECKPOINT = fm.formats.fp8_block(across=128, power_of_two=False)
+CHECKPOINT = fm.numerics.formats.fp8_block(across=128, power_of_two=False)
 IN_HIGH_PRECISION = {
     "qwen3_moe": ["lm_head", "q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["lm_head", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
@@ -56,7 +56,7 @@ def fp8_model(family, dtype=torch.float32, implementation="fusedmoe", scale_fmt=
     for name, t in weights.items():
         if wanted[name].dtype is torch.float8_e4m3fn:
             stack = t if t.dim() == 3 else t[None]
-            format = CHECKPOINT if scale_fmt == "float" else fm.formats.fp8_block(across=128)
+            format = CHECKPOINT if scale_fmt == "float" else fm.numerics.formats.fp8_block(across=128)
             q = fm.quantize(stack.float(), format)
             scale_name = f"{name}_scale_inv"
             scale = q.scale.to(wanted[scale_name].dtype)

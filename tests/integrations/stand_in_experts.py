@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
-from fusedmoe.integrations import transformers_experts
+from fusedmoe.integrations.transformers import expert_modules
 
 E, H, I, K, T = 8, 16, 12, 2, 20  # noqa: E741  (experts, hidden, intermediate, chosen, tokens)
 
@@ -71,7 +71,7 @@ def by_tokens(module, x, index, weights):
             if e >= module.num_experts:
                 continue
             up = module.gate_up_proj if module.has_gate else module.up_proj
-            h = transformers_experts.activation_of(module, x[t : t + 1] @ up[e].T)
+            h = expert_modules.activation_of(module, x[t : t + 1] @ up[e].T)
             total = total + weights[t, k] * (h @ module.down_proj[e].T)[0]
         y.append(total)
     return torch.stack(y)

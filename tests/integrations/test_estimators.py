@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 E, H, I, R = 4, 16, 8, 12  # noqa: E741  (experts, hidden, intermediate, rows)
 SPLITS = [3, 0, 4, 2]  # the rows after the ninth belong to no expert

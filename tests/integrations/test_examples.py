@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

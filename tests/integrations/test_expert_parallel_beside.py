@@ -18,7 +18,7 @@ from test_expert_parallel_overlap import OVERLAPS, stand_ins
 from test_expert_parallel_symmetric import on_cpus
 from two_ranks import Ranks
 
-from fusedmoe.moe import Routing
+from fusedmoe.layers.moe import Routing
 
 HIDDEN, EXPERTS, CHOSEN, MOST = 32, 4, 2, 9
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

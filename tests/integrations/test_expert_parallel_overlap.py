@@ -53,15 +53,15 @@ def stand_ins():
         sys.path.insert(0, folder)
     import sm90_stand_ins
 
-    from fusedmoe.fusion import plans
-    from fusedmoe.kernels import toolkit
-    from fusedmoe.kernels.sm90 import functions, router_functions
+    from fusedmoe.fusion.program import plan_table
+    from fusedmoe.kernels.build import toolkit
+    from fusedmoe.kernels.sm90 import products, router
 
-    plans.arch_of = lambda device: 90
+    plan_table.arch_of = lambda device: 90
     for name, function in sm90_stand_ins.BIND.items():
-        setattr(functions, name, function)
+        setattr(products, name, function)
     for name, function in sm90_stand_ins.ROUTER.items():
-        setattr(router_functions, name, function)
+        setattr(router, name, function)
     toolkit.missing_packages = lambda: ()
     os.environ["FUSEDMOE_DISABLE"] = APART
     return sm90_stand_ins
@@ -102,12 +102,13 @@ def compare(rank, tokens, most, training, frozen, main_grad, divided=None):
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose.
     """
     kernels = stand_ins()
-    from fusedmoe.builtin_rules.sm90 import beside_exchange, expert_parallel
+    from fusedmoe.builtin_rules.exchange import beside
+    from fusedmoe.builtin_rules.exchange import products as exchange_products
 
     def given(*args):
-        return beside_exchange.experts_beside(*args) if divided is None else divided[rank]
+        return beside.experts_beside(*args) if divided is None else divided[rank]
 
-    expert_parallel.experts_beside = given
+    exchange_products.experts_beside = given
     ep = fm.ExpertParallel(engine="allgather", max_tokens=most)
     settings = rank, frozen, main_grad
     with fm.disabled(*OVERLAPS):
@@ -159,7 +160,7 @@ def test_results_have_the_bits_of_separate_steps(ranks, tokens, most):
 
 
 def test_experts_whose_products_take_as_long_as_an_exchange():
-    from fusedmoe.builtin_rules.sm90.beside_exchange import experts_beside
+    from fusedmoe.builtin_rules.exchange.beside import experts_beside
 
     def experts(tokens=8192, ranks=2, row_bytes=4096, flops=2 * 2048 * 1536):
         return experts_beside(SimpleNamespace(ranks=ranks), ranks * tokens, row_bytes, 8, 128 // ranks, flops, 550)

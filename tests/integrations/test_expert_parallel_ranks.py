@@ -32,9 +32,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe import recipes
-from fusedmoe.formats import Delayed
-from fusedmoe.moe import Routing
+from fusedmoe.layers.moe import Routing
+from fusedmoe.numerics import recipes
+from fusedmoe.numerics.formats import Delayed
 
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)

@@ -19,7 +19,7 @@ from two_ranks import Ranks
 
 import fusedmoe as fm
 from fusedmoe import expert_parallel as ep_of
-from fusedmoe.formats import Delayed, fp8_block
+from fusedmoe.numerics.formats import Delayed, fp8_block
 
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
@@ -865,7 +865,7 @@ def test_state_of_an_optimizer_that_is_not_per_expert(four):
         assert of_bias == {"momentum_buffer": (SIZE, H), "steps": (1,), "rows": (SIZE, 1), "columns": (1, H)}
 
 
-DELAYED = fm.recipes.FP8Tensor(delayed=Delayed(history=3))
+DELAYED = fm.numerics.recipes.FP8Tensor(delayed=Delayed(history=3))
 
 
 def with_history(model, rank):

@@ -19,7 +19,7 @@ if not dist.is_available():
 from test_expert_parallel_overlap import EXPERTS, HIDDEN, INTERMEDIATE, MOST, OVERLAPS, layer, stand_ins, trained
 from two_ranks import Ranks
 
-from fusedmoe.errors import InputError
+from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import symmetric, torch_symmetric
 
 OTHERS = {other for others in OVERLAPS.values() for other in others}

@@ -7,7 +7,7 @@ import pytest
 import transformers
 from torch import nn
 
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe", "torch_dtype": "bfloat16", "hidden_size": 2048, "moe_intermediate_size": 768,

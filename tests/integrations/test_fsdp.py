@@ -5,8 +5,8 @@ import torch
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)

@@ -17,9 +17,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Exper
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
-from fusedmoe.integrations.transformers import experts_forward, recognised
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.integrations.transformers import expert_modules, experts_forward, recognised
 
 
 @pytest.fixture(autouse=True)
@@ -535,8 +534,8 @@ def test_a_changed_gate_is_looked_at_again(change):
     given = arguments()
     before = outcome(experts_forward, module, *given)
     assert repr(recognised(module)) == "SwiGLU(limit=7.0)"
-    chain = transformers_experts.experts_of(module).chain
-    assert transformers_experts.experts_of(module).chain is chain
+    chain = expert_modules.experts_of(module).chain
+    assert expert_modules.experts_of(module).chain is chain
     change(module)
     after = outcome(experts_forward, module, *given)
     assert not torch.allclose(before["y"], after["y"])

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.fusion.differentiable import SecondOrderError
+from fusedmoe.fusion.program.differentiable import SecondOrderError
 
 E, H, I = 4, 8, 6  # noqa: E741
 SPLITS = torch.tensor([3, 0, 4, 2])

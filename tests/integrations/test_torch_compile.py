@@ -14,9 +14,9 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.fusion.rule import FusionRule, Step
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.fusion.language.rule import FusionRule, Step
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 E, H, I = 4, 16, 8  # noqa: E741  (experts, hidden, intermediate)
 ROWS = 12

@@ -13,8 +13,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 E, H, I = 4, 16, 8  # noqa: E741
 SPLITS = torch.tensor([3, 4, 0, 4])

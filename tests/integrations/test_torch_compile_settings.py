@@ -12,8 +12,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe import settings
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.call import settings
+from fusedmoe.fusion.language.rule import FusionRule, Step
 
 E, H, I = 4, 16, 8  # noqa: E741
 SPLITS = torch.tensor([3, 4, 0, 4])

@@ -22,9 +22,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
-from fusedmoe.integrations.transformers import experts_forward
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.integrations.transformers import expert_modules, experts_forward
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +158,7 @@ def test_wrong_shapes_say_so():
     with pytest.raises(fm.InputError, match="got 0 more and num_tokens"):
         experts_forward(module, x, index, weights, num_tokens=3)
     module.down_proj = nn.Parameter(module.down_proj.detach().mT)
-    del module.__dict__[transformers_experts.OPS]
+    del module.__dict__[expert_modules.OPS]
     with pytest.raises(fm.InputError, match=rf"Plain: expected weights .* got \({E}, {2 * I}, {H}\) and"):
         experts_forward(module, x, index, weights)
 
@@ -225,7 +224,7 @@ def both(family, change=lambda tiny: None, **inputs):
         change(tiny)
         found.append(results(tiny, **inputs))
     assert_same(found[1], found[0], rtol=1e-9, atol=1e-12)
-    assert all(transformers_experts.OPS in module.__dict__ for _, module in tiny.experts)
+    assert all(expert_modules.OPS in module.__dict__ for _, module in tiny.experts)
     return found[0].keys()
 
 
@@ -296,11 +295,11 @@ def test_every_way_to_ask_for_it(tmp_path):
         tiny.model = model.eval()
         assert_same(results(tiny), want, rtol=1e-4, atol=1e-6)
         experts = model.model.layers[0].mlp.experts
-        assert transformers_experts.OPS in experts.__dict__
-        del experts.__dict__[transformers_experts.OPS]
+        assert expert_modules.OPS in experts.__dict__
+        del experts.__dict__[expert_modules.OPS]
         model.set_experts_implementation("eager")
         results(tiny)
-        assert transformers_experts.OPS not in experts.__dict__
+        assert expert_modules.OPS not in experts.__dict__
 
 
 def test_a_model_of_several_parts():
@@ -324,7 +323,7 @@ def test_registered_twice_and_by_another_name():
         assert ExpertsInterface._global_mapping["another"] is ExpertsInterface._global_mapping["fusedmoe"]
         tiny = moe_families.tiny("olmoe", "another", torch.float64)
         assert_same(results(tiny), results(moe_families.tiny("olmoe", "eager", torch.float64)), rtol=1e-9, atol=1e-12)
-        assert transformers_experts.OPS in tiny.experts[0][1].__dict__
+        assert expert_modules.OPS in tiny.experts[0][1].__dict__
     finally:
         ExpertsInterface._global_mapping.pop("another", None)
 
@@ -368,7 +367,7 @@ def test_llama4_there_and_back():
     assert fusedmoe_transformers.patch_llama4(tiny.model) == fusedmoe_transformers.patch_llama4(tiny.model) == 2
     assert tiny.model.state_dict().keys() == keys
     assert_same(results(tiny), want, rtol=1e-9, atol=1e-12)
-    assert all(transformers_experts.OPS in module.__dict__ for _, module in tiny.experts)
+    assert all(expert_modules.OPS in module.__dict__ for _, module in tiny.experts)
     for model in (copy.deepcopy(tiny.model), pickle.loads(pickle.dumps(tiny.model))):
         layer = model.model.layers[0].feed_forward
         assert layer.forward.args[0] is layer

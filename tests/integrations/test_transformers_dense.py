@@ -27,9 +27,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
 
 import fusedmoe as fm
-from fusedmoe.integrations import transformers_dense
-from fusedmoe.integrations.transformers import patch_dense, unpatch_dense
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.integrations.transformers import dense, patch_dense, unpatch_dense
 
 H, I = 32, 48  # noqa: E741
 SIZES = {"hidden_size": H, "intermediate_size": I}
@@ -416,8 +415,8 @@ def test_memory_that_others_may_use_is_left():
 def test_the_view_is_of_the_rows_of_both():
     gate, up = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
     want = torch.cat([gate, up])
-    transformers_dense._move_together(gate, up)
-    both = transformers_dense._together(gate, up)
+    dense._move_together(gate, up)
+    both = dense._together(gate, up)
     assert torch.equal(both, want)
     assert both.data_ptr() == gate.data_ptr()
     both.sum().backward()

@@ -13,7 +13,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
+from fusedmoe.integrations.transformers import expert_modules
 
 pytestmark = pytest.mark.distributed
 
@@ -66,7 +66,7 @@ def on_a_rank(rank, folder, layout, experts="fusedmoe"):
             distributed_config=DistributedConfig(**LAYOUTS[layout]),
         )  # fmt: skip
         result = outcome(model, batches(layout)[rank])
-    return *result, [m.num_experts for m in model.modules() if transformers_experts.OPS in vars(m)]
+    return *result, [m.num_experts for m in model.modules() if expert_modules.OPS in vars(m)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

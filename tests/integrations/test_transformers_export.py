@@ -7,7 +7,7 @@ from stand_in_experts import Beta, Plain, config
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
 
 FAMILIES = ["gpt_oss", "mixtral", "nemotron_h", "qwen3_moe"]  # stored (E, in, out) with biases; not gated
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.integrations.transformers import expert_modules
 
 MODELS = [(family, None) for family in moe_families.family_names()] + moe_families.OTHER_MODELS
 # families of which no tiny model can be made, and why
@@ -61,7 +61,7 @@ def registered():
 def asked(monkeypatch):
     """The experts modules that this package was called for, in order."""
     modules = []
-    experts_of = transformers_experts.experts_of
+    experts_of = expert_modules.experts_of
     monkeypatch.setattr(
         fusedmoe_transformers, "experts_of", lambda module: modules.append(module) or experts_of(module)
     )
@@ -130,7 +130,7 @@ def test_as_exact_as_eager(family, model_class, asked, caplog):
     experts = [module for _, module in tiny.experts]
     calls = CALLS.get(family, (1,) * len(experts))
     assert Counter(map(id, asked)) == {id(module): n for module, n in zip(experts, calls, strict=True)}
-    chains = [module.__dict__[transformers_experts.OPS].chain for module in experts]
+    chains = [module.__dict__[expert_modules.OPS].chain for module in experts]
     limits = {getattr(chain.activation, "limit", None) for chain in chains}
     assert limits <= {None, getattr(experts[0], "limit", None), getattr(experts[0], "swiglu_limit", None)}
     activations = {re.sub(r"limit=[\d.]+", "limit=its own", repr(chain.activation)) for chain in chains}

@@ -15,9 +15,9 @@ from transformers.integrations.moe import use_experts_implementation
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.formats import Quantizer, fp8_block
-from fusedmoe.log import forget_said
-from fusedmoe.recipes import Custom
+from fusedmoe.base.log import forget_said
+from fusedmoe.numerics.formats import Quantizer, fp8_block
+from fusedmoe.numerics.recipes import Custom
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
 ROWS_ALONE = Custom("rows alone", input=Quantizer(fp8_block(power_of_two=False)))  # as transformers trains

@@ -13,7 +13,7 @@ from transformers.integrations.moe import use_experts_implementation
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
 
 WARNING = "its weights are quantized to"
 

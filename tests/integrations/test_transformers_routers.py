@@ -15,9 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 from benchmarks import page, stack
-from fusedmoe.bench.timing import CpuTimer
-from fusedmoe.integrations import routers, transformers_routers
-from fusedmoe.log import forget_said
+from fusedmoe.base.log import forget_said
+from fusedmoe.commands.bench.timing import CpuTimer
+from fusedmoe.integrations.transformers import router_kinds, routers
 
 # their routers compute logits in fp32, so that the choice is the same; DeepSeek-V3's, and others
 LIKE_DEEPSEEK_V3 = [
@@ -40,13 +40,13 @@ def registered():
 @pytest.fixture
 def chains(monkeypatch):
     """The first op and the number of ops of each chain that ran."""
-    ran, run = [], transformers_routers.modes.run
+    ran, run = [], routers.modes.run
 
     def counted(chain, *args):
         ran.append((next(iter(chain._modules)), len(chain)))
         return run(chain, *args)
 
-    monkeypatch.setattr(transformers_routers.modes, "run", counted)
+    monkeypatch.setattr(routers.modes, "run", counted)
     return ran
 
 
@@ -74,7 +74,7 @@ def recording(returned, name):
 
 def results(tiny):
     """Logits and gradients of a step, and what the routers returned."""
-    named = [(n, m) for n, m in tiny.model.named_modules() if routers.ROUTERS.get(type(m).__name__)]
+    named = [(n, m) for n, m in tiny.model.named_modules() if router_kinds.ROUTERS.get(type(m).__name__)]
     returned = {}
     handles = [m.register_forward_hook(recording(returned, n)) for n, m in named]
     logits, loss = moe_families.logits_and_loss(tiny)
@@ -113,7 +113,7 @@ def test_the_same_model(family, chains):
     assert list(tiny.model.state_dict()) == keys
     assert all(a is b for a, b in zip(tiny.model.parameters(), parameters, strict=True))
     assert fusedmoe_transformers.unpatch_routers(tiny.model) == number
-    assert not any("forward" in vars(m) or transformers_routers.ROUTER in vars(m) for m in tiny.model.modules())
+    assert not any("forward" in vars(m) or routers.ROUTER in vars(m) for m in tiny.model.modules())
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "ernie4_5_moe", "deepseek_v2"])
@@ -435,8 +435,8 @@ def test_copies():
     for model in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
         assert not {*map(id, model.modules())} & {*map(id, own.modules())}
         block, router = first(moe_families.Tiny("", model, {}, tiny.experts))
-        held = vars(router)[transformers_routers.ROUTER]
-        assert held is vars(block.experts)[transformers_routers.ROUTER]
+        held = vars(router)[routers.ROUTER]
+        assert held is vars(block.experts)[routers.ROUTER]
         assert (held.block, held.router) == (block, router)
         tiny.model = model
         assert_same(results(tiny), want)
@@ -574,14 +574,14 @@ Like.__qualname__ = Like.__name__ = "DeepseekV3TopkRouter"
 
 
 def test_a_router_of_another_package_is_not_known():
-    assert routers.recognise(Like()) == "fm.Router is not known to compute the same"
+    assert router_kinds.recognise(Like()) == "fm.Router is not known to compute the same"
 
 
 def test_a_router_that_differs_is_left(monkeypatch, caplog):
     tiny = built("glm4_moe")
     router = type(first(tiny)[1])
     forward = router.forward
-    monkeypatch.setattr(routers, "_verdicts", {})
+    monkeypatch.setattr(router_kinds, "_verdicts", {})
     monkeypatch.setattr(router, "forward", lambda self, x: (*forward(self, x)[:2], forward(self, x)[2].flip(1)))
     assert fusedmoe_transformers.patch_routers(tiny.model) == 0
     assert "it differs from fm.Router" in caplog.text

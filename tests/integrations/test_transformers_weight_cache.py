@@ -17,8 +17,8 @@ from torch import nn
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.integrations import transformers_experts
-from fusedmoe.ops import weight_cache
+from fusedmoe.integrations.transformers import expert_modules
+from fusedmoe.ops.state import weight_cache
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]  # the last with weights that are stored (E, in, out)
 LAYERS, WEIGHTS, FORMS = 2, 2, 2  # forms: by rows for the output, by columns for the data gradient
@@ -384,5 +384,5 @@ def test_where_the_ops_are():
     """The ops of a module are not its submodules, so `weight_cache_bytes` looks for them in its `__dict__`."""
     tiny = built()
     train(tiny)
-    assert transformers_experts.OPS in tiny.experts[0][1].__dict__
+    assert expert_modules.OPS in tiny.experts[0][1].__dict__
     assert not any(isinstance(m, fm.GroupedLinear) for m in tiny.model.modules())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats import fp8_block
+from fusedmoe.numerics.formats import fp8_block
 
 HERE = {"device": "cpu", "dtype": torch.bfloat16}  # sizes for the blocks of all recipes
 E, H, I, TOKENS = 4, 128, 128, 8  # noqa: E741

@@ -7,9 +7,9 @@ import pytest
 import torch
 from gfloat import formats as gfloat_formats
 
-from fusedmoe.formats import E2M1, E4M3, E5M2, nvfp4, quantize
-from fusedmoe.formats.casts import from_codes, pack, to_codes, unpack
-from fusedmoe.formats.format import Quantizer
+from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, nvfp4, quantize
+from fusedmoe.numerics.formats.casts import from_codes, pack, to_codes, unpack
+from fusedmoe.numerics.formats.format import Quantizer
 
 ELEMENTS = [E4M3, E5M2, E2M1]
 GFLOAT = {

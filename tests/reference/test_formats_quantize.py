@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.errors import InputError
-from fusedmoe.formats import (
+from fusedmoe.base.errors import InputError
+from fusedmoe.numerics.formats import (
     E4M3,
     E5M2,
     Delayed,

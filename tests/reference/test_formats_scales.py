@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fusedmoe.formats import E4M3, E5M2, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, quantize
-from fusedmoe.formats.scales import (
+from fusedmoe.numerics.formats import E4M3, E5M2, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4, quantize
+from fusedmoe.numerics.formats.scales import (
     decoded,
     e8m0_floor,
     e8m0_rceil,

@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from fusedmoe.formats import mxfp8, nvfp4, quantize, swizzle, swizzle_column_groups, swizzle_row_groups, unswizzle
+from fusedmoe.numerics.formats import (
+    mxfp8,
+    nvfp4,
+    quantize,
+    swizzle,
+    swizzle_column_groups,
+    swizzle_row_groups,
+    unswizzle,
+)
 
 DTYPES = [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float32]
 

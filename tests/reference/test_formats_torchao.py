@@ -10,7 +10,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmoe.formats import E4M3, E5M2, ScaleRule, mxfp8, nvfp4, quantize, swizzle, swizzle_row_groups, unswizzle
+from fusedmoe.numerics.formats import (
+    E4M3,
+    E5M2,
+    ScaleRule,
+    mxfp8,
+    nvfp4,
+    quantize,
+    swizzle,
+    swizzle_row_groups,
+    unswizzle,
+)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ from rounding import error_of_sums, relative_error
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.formats import Quantizer, fp8_block, mxfp8
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
+from fusedmoe.numerics.formats import E5M2, Quantizer, fp8_block, mxfp8
+from fusedmoe.numerics.recipes import Custom, FP8Block
 from fusedmoe.ops import GroupedLinear
 from fusedmoe.ops.glue import StoredWeight
-from fusedmoe.recipes import Custom, FP8Block
 
 E = 3
 SPLITS = [70, 0, 45]
@@ -445,10 +445,10 @@ def test_a_weight_that_requires_a_gradient_is_refused_in_training_alone():
         assert torch.equal(layer(x, splits=torch.tensor(SPLITS)), want)
 
 
-@pytest.mark.parametrize("format", ["fp8_block", fp8_block(), mxfp8(across=32), fp8_block(fm.formats.E5M2, across=128)])
+@pytest.mark.parametrize("format", ["fp8_block", fp8_block(), mxfp8(across=32), fp8_block(E5M2, across=128)])
 def test_other_formats_are_refused(format):
     with pytest.raises(
-        fm.InputError, match=r"weight_format: expected fusedmoe.formats.fp8_block\(across=128\) or None"
+        fm.InputError, match=r"weight_format: expected fusedmoe.numerics.formats.fp8_block\(across=128\) or None"
     ):
         GroupedLinear(E, 128, 128, weight_format=format)
 

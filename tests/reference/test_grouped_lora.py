@@ -10,6 +10,7 @@ from oracles import exact_copies, expert_rows, glu
 from rounding import ROUNDOFF, error_of_sums, relative_error
 
 import fusedmoe as fm
+from fusedmoe.numerics.formats import mxfp8
 from fusedmoe.ops import LoRADown, LoRAUp
 
 E, K, N, RANK, ALPHA = 4, 16, 24, 8, 12.0
@@ -338,7 +339,7 @@ def test_the_layer_keeps_a_recipe_of_its_own():
 
 
 def test_a_quantize_of_the_weight_in_front_of_it_is_an_error():
-    chain = fm.Sequential(fm.Quantize(weight=fm.Quantizer(fm.formats.mxfp8())), *lora(32, 32, dtype=torch.float32))
+    chain = fm.Sequential(fm.Quantize(weight=fm.Quantizer(mxfp8())), *lora(32, 32, dtype=torch.float32))
     with pytest.raises(fm.InputError, match=r"expected a linear layer to follow, got 1\.LoRADown"):
         chain(torch.randn(19, 32), splits=SPLITS)
 
@@ -473,8 +474,8 @@ def test_no_rows():
 
 def test_under_the_layers_own_kernels(monkeypatch):
     """What would be planned on an sm_90 GPU; nothing runs."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.kernels.build.toolkit.missing_packages", lambda: ())
     _, _, chain = mlp(opened=False, dtype=torch.bfloat16)
     x = rows(dtype=torch.bfloat16)
     _, plan = steps(chain, x)

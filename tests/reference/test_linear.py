@@ -7,7 +7,7 @@ from oracles import exact_copies
 from rounding import ROUNDOFF, relative_error
 
 import fusedmoe as fm
-from fusedmoe.recipes import NVFP4
+from fusedmoe.numerics.recipes import NVFP4
 
 
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)])

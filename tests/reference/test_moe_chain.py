@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.moe import Routing
+from fusedmoe.layers.moe import Routing
 
 T, HIDDEN, WIDE, E, K = 7, 8, 6, 5, 2
 SCORES = ["softmax", "topk_softmax", "sigmoid"]

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe import formats
+from fusedmoe.numerics import formats
 
 RECIPES = ["bf16", "fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"]
-DELAYED = fm.recipes.FP8Tensor(delayed=formats.Delayed())
+DELAYED = fm.numerics.recipes.FP8Tensor(delayed=formats.Delayed())
 E, H, I = 4, 64, 32  # noqa: E741  (experts, hidden, intermediate)
 SPLITS = [20, 17, 0, 30]
 ROW, EXPERT = 25, 1  # the row that is changed, and its expert

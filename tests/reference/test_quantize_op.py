@@ -15,10 +15,10 @@ from rounding import error_of_sums, relative_error
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.formats import Format, QuantizedTensor, mxfp8
-from fusedmoe.formats.roles import ROLES, nvfp4_roles
+from fusedmoe.numerics.formats import Format, QuantizedTensor, mxfp8
+from fusedmoe.numerics.formats.roles import ROLES, nvfp4_roles
+from fusedmoe.numerics.recipes import NVFP4, RECIPES
 from fusedmoe.ops import quantize as quantize_op
-from fusedmoe.recipes import NVFP4, RECIPES
 
 E, K, N = 4, 80, 72  # no whole blocks
 SPLITS = torch.tensor([37, 0, 50, 1])

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed, fp8_tensor, nvfp4
-from fusedmoe.recipes import MXFP8, NVFP4, RECIPES, FP8Block, FP8Row, FP8Tensor
+from fusedmoe.numerics.formats import Delayed, fp8_tensor, nvfp4
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, RECIPES, FP8Block, FP8Row, FP8Tensor
 
 E, K, N = 4, 512, 512
 ROWS = 1024

@@ -292,7 +292,7 @@ def test_inference_keeps_no_state(monkeypatch):
     def never(*_):
         raise AssertionError("the state was asked for")
 
-    monkeypatch.setattr("fusedmoe.ops.random_state._states", never)
+    monkeypatch.setattr("fusedmoe.ops.state.random._states", never)
     with torch.no_grad():
         assert seq(x, splits=SPLITS).any()
     with pytest.raises(AssertionError, match="was asked for"):

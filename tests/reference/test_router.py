@@ -208,7 +208,7 @@ def test_extreme_logits_stay_finite(score):
 
 def routing_of(index, logits):
     probs = torch.softmax(logits, dim=-1)
-    return fm.moe.Routing(index, probs.gather(1, index.clamp(0, logits.shape[1] - 1)), logits, probs)
+    return fm.layers.moe.Routing(index, probs.gather(1, index.clamp(0, logits.shape[1] - 1)), logits, probs)
 
 
 def even_routing():

@@ -60,7 +60,7 @@ def routing_of(router, x):
     """The result of the router without a chain."""
     with torch.autocast("cpu", enabled=False):
         index, weight, logits = router.compute(x, router.weight, router.bias, router.balance_bias)
-        return fm.moe.Routing(index, weight, logits, router._probs(router.scores(logits)))
+        return fm.layers.moe.Routing(index, weight, logits, router._probs(router.scores(logits)))
 
 
 def alone(router, rest, x):
@@ -106,7 +106,7 @@ def test_called_alone(options, compiled):
     for read in (("expert_weight",), ("logits",), ("probs",), ("expert_weight", "logits", "probs")):
         results, grads = results_and_gradients(route, router, x, read)
         expected, expected_grads = results_and_gradients(lambda x: routing_of(router, x), router, x, read)
-        assert type(results) is fm.moe.Routing
+        assert type(results) is fm.layers.moe.Routing
         for got, want in zip(results, expected, strict=True):
             assert torch.equal(got, want)
             assert got.dtype is want.dtype
@@ -296,7 +296,7 @@ def test_a_router_with_hooks_is_called_as_a_module(observed):
     compare(router, rest, x)
     router.register_forward_hook(lambda module, args, routing: seen.append(routing))
     compare(router, rest, x)
-    assert [type(routing) for routing in seen] == [fm.moe.Routing]
+    assert [type(routing) for routing in seen] == [fm.layers.moe.Routing]
 
 
 def test_a_router_with_another_forward_is_called_as_a_module():

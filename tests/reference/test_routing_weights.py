@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.routing_weights import applied_late
+from fusedmoe.call.routing_weights import applied_late
 
 E, H, I, TOKENS, K = 4, 64, 64, 128, 2  # noqa: E741
 FP16 = torch.float16

@@ -12,7 +12,7 @@ from chains import CHAINS, GPT_OSS, H, chain, meaning, runtime_inputs
 from oracles import experts_dense, glu, grouped_linear, squared_relu
 
 import fusedmoe as fm
-from fusedmoe.fusion.differentiable import SecondOrderError
+from fusedmoe.fusion.program.differentiable import SecondOrderError
 
 SPLITS = torch.tensor([2, 0, 3])
 ROWS = 6  # one of them belongs to nobody
@@ -621,7 +621,7 @@ def test_main_grad_refuses_at_once(ask):
 
 
 def test_it_is_said_once(caplog):
-    from fusedmoe.log import forget_said
+    from fusedmoe.base.log import forget_said
 
     forget_said()
     seq, x = chain("mlp", 3), leaf(ROWS, H)

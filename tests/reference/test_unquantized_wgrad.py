@@ -11,11 +11,11 @@ from rounding import ROUNDOFF, error_of_sums, relative_error
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed, mxfp8
-from fusedmoe.formats.roles import ROLES
-from fusedmoe.fusion.differentiable import SecondOrderError
+from fusedmoe.fusion.program.differentiable import SecondOrderError
+from fusedmoe.numerics.formats import Delayed, mxfp8
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, RECIPES, Custom, FP8Tensor
 from fusedmoe.ops import quantize as quantize_op
-from fusedmoe.recipes import MXFP8, NVFP4, RECIPES, Custom, FP8Tensor
 
 E, K, N = 4, 48, 64
 SPLITS = torch.tensor([37, 0, 50, 1])

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import fusedmoe as fm
+from fusedmoe.base.log import forget_said
 from fusedmoe.builtin_rules import BUILTIN
-from fusedmoe.fusion import registry
-from fusedmoe.log import forget_said
+from fusedmoe.fusion.language import registry
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ import sm90_stand_ins
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats import Quantizer, mxfp8, nvfp4
-from fusedmoe.formats.groups import padded_rows
-from fusedmoe.formats.packed import Packed, padded_layout, quantize_packed
-from fusedmoe.kernels import toolkit
-from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import package, quantize_functions
+from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4
+from fusedmoe.numerics.formats.groups import padded_rows
+from fusedmoe.numerics.formats.packed import Packed, padded_layout, quantize_packed
 
 BF16 = torch.bfloat16
 E, H, I = 4, 256, 128  # noqa: E741  (experts, hidden, intermediate)
@@ -33,12 +33,12 @@ KERNELS = quantize_functions.bind_quantize_packed, quantize_functions.bind_quant
 @pytest.fixture
 def blackwell_machine(monkeypatch):
     """The CPU says that it is an sm_100 GPU, on which the kernels were verified."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
     monkeypatch.setattr(package, "why_missing", lambda: None)
     monkeypatch.setattr(package, "why_unverified", lambda: None)
     for name, function in sm90_stand_ins.BIND.items():  # of the kernels that sort, move and sum rows
-        monkeypatch.setattr(functions, name, function)
+        monkeypatch.setattr(products, name, function)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed_weight", bind_quantize_packed_weight)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed_nvfp4", bind_quantize_packed_nvfp4)

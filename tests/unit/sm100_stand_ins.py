@@ -4,11 +4,11 @@ from itertools import pairwise
 
 import torch
 
-from fusedmoe.formats import Quantizer, mxfp8, nvfp4, quantize
-from fusedmoe.formats.casts import from_codes, unpack
-from fusedmoe.formats.format import E2M1
-from fusedmoe.formats.packed import Packed, deinterleave, interleave, quantize_packed
-from fusedmoe.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
+from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4, quantize
+from fusedmoe.numerics.formats.casts import from_codes, unpack
+from fusedmoe.numerics.formats.format import E2M1
+from fusedmoe.numerics.formats.packed import Packed, deinterleave, interleave, quantize_packed
+from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
 from fusedmoe.ops.glu import SwiGLU
 from fusedmoe.ops.squared_relu import SquaredReLU
 

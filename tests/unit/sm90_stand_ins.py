@@ -1,4 +1,4 @@
-"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.functions: the same interface, on any device. Calls are recorded.
+"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.products: the same interface, on any device. Calls are recorded.
 
 They are as strict as the kernels about what they are given, and round as the kernels do: products and activations in
 fp32, one rounding at the end.
@@ -9,7 +9,16 @@ from itertools import pairwise
 
 import torch
 
-from fusedmoe.formats import (
+from fusedmoe.kernels.activation import Activation
+from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.rows.quantize.block_functions import scale_like
+from fusedmoe.kernels.sm90 import limits, scaled_products
+from fusedmoe.kernels.sm90 import router as router_functions
+from fusedmoe.kernels.sm90.router import LogitsGrad, Routed
+from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
+from fusedmoe.numerics.expert_rows import sort_by_expert
+from fusedmoe.numerics.formats import (
     E2M1,
     E4M3,
     E5M2,
@@ -24,18 +33,10 @@ from fusedmoe.formats import (
     quantize,
     quantizers,
 )
-from fusedmoe.formats.casts import to_codes
-from fusedmoe.formats.delayed import AmaxHistory
-from fusedmoe.formats.groups import PaddedRows, group_of, of_group
-from fusedmoe.formats.hadamard import rotate
-from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
-from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_functions, limits, router_functions
-from fusedmoe.kernels.sm90.quantize_functions import scale_like
-from fusedmoe.kernels.sm90.router_functions import LogitsGrad, Routed
-from fusedmoe.kernels.torch.rows import offsets_from_splits as plain_offsets
-from fusedmoe.kernels.torch.rows import sort_by_expert
+from fusedmoe.numerics.formats.casts import to_codes
+from fusedmoe.numerics.formats.delayed import AmaxHistory
+from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
+from fusedmoe.numerics.formats.hadamard import rotate
 from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.router import Router
 from fusedmoe.ops.squared_relu import SquaredReLU
@@ -652,7 +653,7 @@ def _dequantized(codes, scale, offsets=None):
     """
     assert codes.stride(-1) == 1
     assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
-    assert block_scaled_functions.has_strides(scale)
+    assert scaled_products.has_strides(scale)
     if scale.dim() == 1:
         of_line = scale[:, None, None] if codes.dim() == 3 else of_group(scale, group_of(offsets, len(codes)))[:, None]
         return codes.float() * of_line

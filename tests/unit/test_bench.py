@@ -11,15 +11,15 @@ import torch
 from peers_in_torch import quack_in_torch, sonic_in_torch
 
 import fusedmoe
-from fusedmoe.bench import layer, measure, timing
-from fusedmoe.bench.layer import Candidate, Peer, Reference, Sizes, Work
-from fusedmoe.bench.peers import interleave
-from fusedmoe.bench.timing import CallTime
-from fusedmoe.cli import bench as bench_cli
-from fusedmoe.cli.main import main
-from fusedmoe.errors import InputError
-from fusedmoe.moe import ACTIVATIONS
-from fusedmoe.recipes import resolve
+from fusedmoe.base.errors import InputError
+from fusedmoe.commands.bench import command as bench_cli
+from fusedmoe.commands.bench import layer, measure, timing
+from fusedmoe.commands.bench.layer import Candidate, Peer, Reference, Sizes, Work
+from fusedmoe.commands.bench.peers import interleave
+from fusedmoe.commands.bench.timing import CallTime
+from fusedmoe.commands.main import main
+from fusedmoe.layers.moe import ACTIVATIONS
+from fusedmoe.numerics.recipes import resolve
 
 CPU = torch.device("cpu")
 SIZES = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}

@@ -23,15 +23,16 @@ from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from fusedmoe import formats
-from fusedmoe.bench.machine import machine
-from fusedmoe.bench.timing import CallTime
-from fusedmoe.demo import comparison
-from fusedmoe.demo.options import job_of
+from fusedmoe.base.machine import machine
+from fusedmoe.commands.bench.timing import CallTime
+from fusedmoe.commands.demo import comparison
+from fusedmoe.commands.demo.options import job_of
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, quantize_functions
-from fusedmoe.ops import weight_cache
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.numerics import formats
+from fusedmoe.numerics.recipes import FP8Tensor
+from fusedmoe.ops.state import weight_cache
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=4.0)
@@ -138,13 +139,13 @@ def stand_ins(monkeypatch):
     """The kernels in plain PyTorch; nothing is compiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     for module, name, stand_in in (
-        (quantize_functions, "bind_quantize_rows", sm90_stand_ins.bind_quantize_rows),
-        (quantize_functions, "bind_quantize_weight", sm90_stand_ins.bind_quantize_weight),
-        (block_scaled_functions, "bind_block_scaled_gemm", bind_gemm),
-        (block_scaled_functions, "bind_block_scaled_gemm_activation", bind_activation),
-        (block_scaled_functions, "bind_block_scaled_gemm_activation_backward", bind_backward),
-        (block_scaled_functions, "bind_block_scaled_gemm_activation_backward_codes", bind_backward_codes),
-        (block_scaled_k_functions, "bind_block_scaled_wgrad", bind_wgrad),
+        (block_functions, "bind_quantize_rows", sm90_stand_ins.bind_quantize_rows),
+        (block_functions, "bind_quantize_weight", sm90_stand_ins.bind_quantize_weight),
+        (scaled_products, "bind_block_scaled_gemm", bind_gemm),
+        (scaled_products, "bind_block_scaled_gemm_activation", bind_activation),
+        (scaled_products, "bind_block_scaled_gemm_activation_backward", bind_backward),
+        (scaled_products, "bind_block_scaled_gemm_activation_backward_codes", bind_backward_codes),
+        (scaled_wgrad, "bind_block_scaled_wgrad", bind_wgrad),
         (unfused_fp8, "_scaled_grouped_mm", scaled_grouped_mm),
     ):
         monkeypatch.setattr(module, name, stand_in)
@@ -197,7 +198,7 @@ def test_a_quantize_kernel_that_raises_or_is_wrong_is_a_note(monkeypatch):
             return lambda *tensors: right(*tensors[:2])
         return lambda x, offsets, index: tuple((codes, scale * 2) for codes, scale in right(x, offsets))
 
-    monkeypatch.setattr(quantize_functions, "bind_quantize_rows", bind)
+    monkeypatch.setattr(block_functions, "bind_quantize_rows", bind)
     rows = {row["kernel"]: row for row in quantize.measure(problem(LAYER), CountingTimer(), TOP)}
     assert rows["gathered rows"]["note"] == "RuntimeError: no such kernel"
     assert rows["rows"]["note"].startswith("wrong: relative error")
@@ -224,7 +225,7 @@ def test_products_alternate_and_are_checked(routing):
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_product_that_raises_leaves_the_other_format(monkeypatch):
-    monkeypatch.setattr(block_scaled_k_functions, "bind_block_scaled_wgrad", None)
+    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", None)
     rows = products.measure(problem(), CountingTimer())
     by_format = {row["format"]: row for row in rows if row["product"] == "FC1 wgrad"}
     assert by_format["fp8"]["note"].startswith("TypeError")

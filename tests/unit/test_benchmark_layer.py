@@ -16,8 +16,8 @@ from benchmarks.gpu import Settings
 from benchmarks.launches import Launch
 from benchmarks.parts import Variant
 from benchmarks.shapes import Shape
-from fusedmoe.bench.layer import OURS, SONIC, Sizes
-from fusedmoe.bench.timing import CallTime
+from fusedmoe.commands.bench.layer import OURS, SONIC, Sizes
+from fusedmoe.commands.bench.timing import CallTime
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)

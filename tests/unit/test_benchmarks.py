@@ -39,13 +39,13 @@ from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack, concatenated
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from fusedmoe.bench.peers import NOT_INSTALLED, deinterleave, interleave
-from fusedmoe.bench.timing import CallTime
+from fusedmoe.commands.bench.peers import NOT_INSTALLED, deinterleave, interleave
+from fusedmoe.commands.bench.timing import CallTime
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.sm90 import tuning
-from fusedmoe.kernels.sm90.choice import CO_256
+from fusedmoe.kernels.sm90.tiles import tuning
+from fusedmoe.kernels.sm90.tiles.choice import CO_256
+from fusedmoe.numerics.recipes import RECIPES
 from fusedmoe.ops import SwiGLU
-from fusedmoe.recipes import RECIPES
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
@@ -248,7 +248,7 @@ def test_the_adapter_of_quack_gives_it_the_same_work(case, activation, monkeypat
 
 
 def our_functions_in_torch():
-    """The functions of `fusedmoe.kernels.sm90.functions` that the adapter calls, with their argument names."""
+    """The functions of `fusedmoe.kernels.sm90.products` that the adapter calls, with their argument names."""
 
     def spans(offsets):
         return [slice(first, end) for first, end in itertools.pairwise([0, *offsets.tolist()])]
@@ -282,7 +282,7 @@ def our_functions_in_torch():
 @pytest.mark.parametrize("case", [*kernels.CASES, *kernels.ALIGNED_CASES], ids=lambda case: case.key)
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu"])
 def test_the_adapter_of_our_kernels(case, activation, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.functions", our_functions_in_torch())
+    monkeypatch.setitem(sys.modules, "fusedmoe.kernels.sm90.products", our_functions_in_torch())
     problem = tiny(activation)
     assert cases.worst_error(case, problem, getattr(Ours(), case.key)(problem)) < 2e-6
 

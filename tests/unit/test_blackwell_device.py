@@ -28,9 +28,9 @@ from cudnn.gemm.cutedsl.grouped import (
 )
 
 import fusedmoe as fm
-from fusedmoe import formats
+from fusedmoe.numerics import formats
 
-swizzling = import_module("fusedmoe.formats.swizzle")
+swizzling = import_module("fusedmoe.numerics.formats.swizzle")
 BF16 = torch.bfloat16
 E, R, H, I = 4, 601, 256, 192  # noqa: E741  (compiled kernels have the number of experts of those in sm100_machine.py)
 SPLITS = torch.tensor([300, 0, 257, 1])  # uneven, without rows, with one row; 43 rows belong to no expert

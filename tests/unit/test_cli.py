@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 
 PACKAGE_PARENT = str(Path(fusedmoe.__file__).parents[1])
 SIZES = "--layers 1 --hidden 16 --heads 2 --experts 4 --top-k 2 --intermediate 16 --context 32 --batch 4"
@@ -104,7 +104,7 @@ def test_doctor_names_the_nearest_option(capsys):
 
 
 def test_doctor_gets_the_arguments_after_its_name(monkeypatch):
-    from fusedmoe.cli import doctor
+    from fusedmoe.commands import doctor
 
     monkeypatch.setattr(doctor, "run", lambda options: 7 if options.json else 0)
     assert main(["doctor", "--json"]) == 7

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedmoe.demo import checkpoint, files
-from fusedmoe.demo.errors import DemoError
+from fusedmoe.commands.demo import checkpoint, files
+from fusedmoe.commands.demo.errors import DemoError
 
 FIRST, SECOND = ({"step": step, "weights": torch.full((1000,), float(step))} for step in (1, 2))
 

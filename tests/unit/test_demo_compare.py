@@ -13,17 +13,18 @@ from matplotlib import colors, image
 from rich.console import Console
 
 import fusedmoe as fm
-from fusedmoe import recipes, settings
-from fusedmoe.bench.machine import machine
-from fusedmoe.cli.main import main
-from fusedmoe.demo import checkpoint, comparison, report, train
-from fusedmoe.demo import run as demo_run
-from fusedmoe.demo.compare import compare
-from fusedmoe.demo.comparison import Outcome, gap_curve, gap_percent
-from fusedmoe.demo.data import Split, load_split
-from fusedmoe.demo.errors import DemoError, InterruptedRunError, UsageError
-from fusedmoe.demo.model import ByteTransformer, ModelConfig
-from fusedmoe.demo.options import GPU_DEFAULTS, Call, job_of
+from fusedmoe.base.machine import machine
+from fusedmoe.call import settings
+from fusedmoe.commands.demo import checkpoint, comparison, report, train
+from fusedmoe.commands.demo import run as demo_run
+from fusedmoe.commands.demo.compare import compare
+from fusedmoe.commands.demo.comparison import Outcome, gap_curve, gap_percent
+from fusedmoe.commands.demo.data import Split, load_split
+from fusedmoe.commands.demo.errors import DemoError, InterruptedRunError, UsageError
+from fusedmoe.commands.demo.model import ByteTransformer, ModelConfig
+from fusedmoe.commands.demo.options import GPU_DEFAULTS, Call, job_of
+from fusedmoe.commands.main import main
+from fusedmoe.numerics import recipes
 from fusedmoe.ops.op import Node
 
 TINY = {

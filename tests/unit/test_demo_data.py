@@ -7,13 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusedmoe.demo.data import (
-    Batches,
-    bigram_bits_per_byte,
-    chunks_of,
-    load_split,
-    unique_paragraphs,
-)
+from fusedmoe.commands.demo.data import Batches, bigram_bits_per_byte, chunks_of, load_split, unique_paragraphs
 
 TEXT = torch.arange(200, dtype=torch.uint8)
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from fusedmoe.demo.data import load_split
-from fusedmoe.demo.evaluate import bits_per_byte, sample
-from fusedmoe.demo.model import ByteTransformer, ModelConfig
-from fusedmoe.demo.run import clock, printable, verdict
+from fusedmoe.commands.demo.data import load_split
+from fusedmoe.commands.demo.evaluate import bits_per_byte, sample
+from fusedmoe.commands.demo.model import ByteTransformer, ModelConfig
+from fusedmoe.commands.demo.run import clock, printable, verdict
 
 CONFIG = ModelConfig(layers=1, hidden=16, heads=2, experts=4, top_k=2, intermediate=8, context=10, dropout=0.5)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fusedmoe.demo.model import ACTIVATION_OPS, ByteTransformer, ModelConfig, rope_tables, rotate
-from fusedmoe.demo.options import ACTIVATIONS, ROUTERS
+from fusedmoe.commands.demo.model import ACTIVATION_OPS, ByteTransformer, ModelConfig, rope_tables, rotate
+from fusedmoe.commands.demo.options import ACTIVATIONS, ROUTERS
 
 SIZES = {"layers": 2, "hidden": 16, "heads": 2, "experts": 4, "top_k": 2, "intermediate": 8, "context": 12}
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fusedmoe.demo.optimizer import BETAS, MasterAdamW, learning_rate
+from fusedmoe.commands.demo.optimizer import BETAS, MasterAdamW, learning_rate
 
 
 def gradients_into(model, seed):

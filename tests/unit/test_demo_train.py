@@ -10,13 +10,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusedmoe.demo import checkpoint, files, train
-from fusedmoe.demo import run as demo_run
-from fusedmoe.demo.data import Split, load_split
-from fusedmoe.demo.errors import DemoError, InterruptedRunError, UsageError
-from fusedmoe.demo.history import History
-from fusedmoe.demo.options import Call, Job, job_of
-from fusedmoe.demo.progress import Bar, Lines, load_bars, progress_on
+from fusedmoe.commands.demo import checkpoint, files, train
+from fusedmoe.commands.demo import run as demo_run
+from fusedmoe.commands.demo.data import Split, load_split
+from fusedmoe.commands.demo.errors import DemoError, InterruptedRunError, UsageError
+from fusedmoe.commands.demo.history import History
+from fusedmoe.commands.demo.options import Call, Job, job_of
+from fusedmoe.commands.demo.progress import Bar, Lines, load_bars, progress_on
 
 TINY = {
     "layers": 2,
@@ -326,7 +326,7 @@ def test_a_context_longer_than_the_text_is_refused(tmp_path):
 
 
 def test_defaults_are_complete_and_good_on_both_devices():
-    from fusedmoe.demo.options import CPU_DEFAULTS, GPU_DEFAULTS
+    from fusedmoe.commands.demo.options import CPU_DEFAULTS, GPU_DEFAULTS
 
     Job(**CPU_DEFAULTS, device="cpu", threads=2).check()
     Job(**GPU_DEFAULTS, device="cpu", threads=2).check()

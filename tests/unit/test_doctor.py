@@ -12,9 +12,9 @@ import torch
 
 import fusedmoe
 from fusedmoe.builtin_rules import BUILTIN
-from fusedmoe.cli import doctor as module
-from fusedmoe.cli.doctor import Fact, Gpu, Kernel, Report
-from fusedmoe.cli.main import main
+from fusedmoe.commands import doctor as module
+from fusedmoe.commands.doctor import Fact, Gpu, Kernel, Report
+from fusedmoe.commands.main import main
 
 HOPPER = Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132)
 
@@ -80,7 +80,7 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
 @pytest.mark.usefixtures("builtin_rules")
 def test_every_built_in_rule_is_listed(machine, monkeypatch):
     monkeypatch.setattr(module, "arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.kernels.build.toolkit.missing_packages", lambda: ())
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
     assert kernels.keys() == {rule.name for rule in BUILTIN if rule.name.startswith("sm90.")}
@@ -209,7 +209,7 @@ def test_unknown_option_is_refused(capsys):
 
 def test_it_imports_no_cute_dsl():
     code = (
-        "import sys; from fusedmoe.cli.main import main; main(['doctor']); "
+        "import sys; from fusedmoe.commands.main import main; main(['doctor']); "
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

@@ -32,12 +32,14 @@ from emulator.gpu import emulated
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
-from fusedmoe.fusion import candidates
+from fusedmoe.fusion.search import candidates
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled, block_scaled_functions, block_scaled_k_functions, functions
-from fusedmoe.kernels.sm90 import tiles as scheduler
-from fusedmoe.kernels.sm90.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
-from fusedmoe.kernels.sm90.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
+from fusedmoe.kernels.rows.move.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
+from fusedmoe.kernels.sm90 import products as functions
+from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90.gemm import block_scaled
+from fusedmoe.kernels.sm90.gemm import scheduler as scheduler
+from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 
 BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
 CPU = torch.device("cpu")
@@ -140,16 +142,16 @@ def test_offsets(kind):
     ids=["", "add", "add in 16 bits"],
 )
 def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
-    monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: config)
+    monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: config)
     fp8_wgrad.Problem(**settings).check()
 
 
 def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
     """Few CTAs, which draw their tiles under either schedule, and leave the counter zero."""
-    monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: CO_256)
     case = fp8_wgrad.Problem()
     launches = gpu.launches
-    run = block_scaled_k_functions.bind_block_scaled_wgrad(
+    run = scaled_wgrad.bind_block_scaled_wgrad(
         case.dy, case.x, case.offsets, case.rows, BF16, False, KernelOptions(schedule="static"), beside=True
     )
     dw = run(case.dy, case.dy_scale, case.x, case.x_scale, case.offsets)
@@ -161,27 +163,27 @@ def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
 
 def test_products_of_fp8_codes(monkeypatch):
     """Of rows in E4M3, and of gradients in E5M2."""
-    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
     fp8.plain(**SMALL, n=272, k=144, biased=True, scale=True, exact=True).check()
-    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
     fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
 
 
 @pytest.mark.slow
 def test_products_of_fp8_codes_and_activations(monkeypatch):
     """With gate and up, with the codes of the result, and with the derivative."""
-    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
     x, w = fp8.rows(**SMALL, k=144), fp8.weights(SMALL["splits"], 512, 144)
     y = fp8.check_codes(x, w, SMALL["splits"], products.ACTIVATIONS["swiglu"])
     assert y.any()
-    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
     fp8.derivative(**SMALL, n=144, k=272).check()
 
 
 @pytest.mark.slow
 def test_a_derivative_in_fp8_codes(monkeypatch):
     """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
-    monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
     for t in fp8.check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
         assert t.any()
 
@@ -347,7 +349,7 @@ def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
 @pytest.mark.usefixtures("builtin_rules")
 def test_delayed_scaling():
     """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""
-    recipe = fm.recipes.FP8Tensor(power_of_two=True, delayed=fm.formats.Delayed(2))
+    recipe = fm.numerics.recipes.FP8Tensor(power_of_two=True, delayed=fm.numerics.formats.Delayed(2))
     splits = torch.tensor(SMALL["splits"])
     fused = fm.Sequential(
         fm.GroupedLinear(4, 32, 2 * 48, dtype=BF16),
@@ -407,10 +409,10 @@ def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles)
 def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
     monkeypatch.setattr(block_scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":
-        monkeypatch.setattr(block_scaled_k_functions, "choose", lambda problem: CO_256)
+        monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: CO_256)
         case = fp8_wgrad.Problem((1000,))
     else:
-        monkeypatch.setattr(block_scaled_functions, "choose", lambda problem: CO_256)
+        monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
         case = fp8.plain(**SMALL, n=272, k=1040, exact=True)
     for _ in range(3):  # seeds
         with pytest.raises(EmulationError, match=r"cp.async.bulk.tensor.*: overwrites .* reading: CTA .* ld.shared"):

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from fusedmoe import environment
+from fusedmoe.base import environment
 
 NAME, OTHER = "FUSEDMOE_A_TEST", "FUSEDMOE_ANOTHER"
 

@@ -9,10 +9,10 @@ import torch
 import fusedmoe as fm
 from benchmarks.fp8.layers import ACCUMULATED, MICRO_BATCHES, STEP
 from benchmarks.shapes import load
-from fusedmoe.formats import Delayed
-from fusedmoe.fusion.estimate import Estimate
-from fusedmoe.fusion.plan import hints
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.fusion.report.data import hints
+from fusedmoe.fusion.search.estimate import Estimate
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 

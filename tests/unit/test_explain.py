@@ -17,8 +17,8 @@ from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, o
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.builtin_rules import BUILTIN
-from fusedmoe.fusion.plan import format_bytes
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.language.rule import FusionRule
+from fusedmoe.fusion.report.data import format_bytes
 from fusedmoe.ops import GroupedLinear, Op, SwiGLU
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -83,8 +83,8 @@ CASES = {
 def test_the_table_as_printed(case, monkeypatch):
     rules, make = CASES[case]
     if case.endswith("sm90"):
-        monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-        monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
+        monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
+        monkeypatch.setattr("fusedmoe.kernels.build.toolkit.missing_packages", lambda: ())
     chain, x, named = make()
     with fm.register(*rules):
         text = f"{chain.explain(x, **named)}\n"

@@ -11,11 +11,11 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.formats import E4M3, Format, Quantizer, ScaleRule
-from fusedmoe.fusion.rule import FusionRule
-from fusedmoe.kernels import toolkit
+from fusedmoe.fusion.language.rule import FusionRule
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
-from fusedmoe.recipes import Custom
+from fusedmoe.numerics.formats import E4M3, Format, Quantizer, ScaleRule
+from fusedmoe.numerics.recipes import Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 
@@ -60,7 +60,7 @@ def test_it_is_the_plan_that_such_a_gpu_gets(monkeypatch):
     """The same rules, steps and bytes as where the device itself is of that architecture."""
     x, named = call()
     asked = only_plan_of(experts().explain(x, arch=90, **named))
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     there = only_plan(experts(), x, **named)
     assert asked.steps == there.steps

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.cli.main import main
+from fusedmoe.commands.main import main
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 

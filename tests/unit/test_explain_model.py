@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe import explain_model
-from fusedmoe.explain_model import _short, register_explainer
+from fusedmoe.layers import explain_model
+from fusedmoe.layers.explain_model import _short, register_explainer
 
 H, I, E = 16, 8, 4  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")

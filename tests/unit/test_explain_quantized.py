@@ -8,12 +8,12 @@ import torch
 from toy import bound, only_plan
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed, QuantizedSpec, Quantizer, nvfp4
-from fusedmoe.formats.roles import ROLES
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.language.rule import FusionRule
+from fusedmoe.numerics.formats import Delayed, QuantizedSpec, Quantizer, nvfp4
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import MXFP8, RECIPES, Custom, FP8Tensor
 from fusedmoe.ops import SwiGLU
 from fusedmoe.ops.op import Op
-from fusedmoe.recipes import MXFP8, RECIPES, Custom, FP8Tensor
 
 BF16 = torch.bfloat16
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, MXFP8(weight_2d=True)], ids=lambda r: getattr(r, "name", r))

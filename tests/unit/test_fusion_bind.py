@@ -7,7 +7,7 @@ from torch import nn
 from toy import E, H, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionError, FusionRule, NothingToDo, Step
+from fusedmoe.fusion.language.rule import FusionError, FusionRule, NothingToDo, Step
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad, GroupedLinear, SwiGLU
 

@@ -9,8 +9,8 @@ import toy
 from toy import E, H, I, experts, gemm, inputs, rows
 
 import fusedmoe as fm
-from fusedmoe import changes
-from fusedmoe.partition import partition_for
+from fusedmoe.base import changes
+from fusedmoe.call.partition import partition_for
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ def test_plans_survive_new_parameter_values(called):
 
 
 def test_an_attribute_that_always_changes_leaves_no_plans_behind(monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.plans.MAX_PLANS", 8)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.MAX_PLANS", 8)
     act = fm.SwiGLU(limit=1.0)
     chain, x = fm.Sequential(act), 4 * torch.randn(6, 2 * 8)
     outputs = []

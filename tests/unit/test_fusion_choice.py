@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmoe.fusion.candidates import Candidate
-from fusedmoe.fusion.choice import Chosen, cheapest
-from fusedmoe.fusion.rule import Step
-from fusedmoe.fusion.values import Gathered, grad
+from fusedmoe.fusion.graph.values import Gathered, grad
+from fusedmoe.fusion.language.rule import Step
+from fusedmoe.fusion.search.candidates import Candidate
+from fusedmoe.fusion.search.choice import Chosen, cheapest
 
 WRITTEN_US, KEPT_US = 0.5, 0.25
 

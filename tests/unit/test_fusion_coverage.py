@@ -6,7 +6,7 @@ import toy
 from toy import experts, gemm, gemm_glu, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
 from fusedmoe.ops import Dgrad, DSwiGLU, GroupedLinear, SwiGLU
 
 

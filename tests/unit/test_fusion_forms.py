@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats.roles import ROLES
-from fusedmoe.fusion.rule import Step
+from fusedmoe.fusion.language.rule import Step
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import NVFP4
 from fusedmoe.ops import GroupedLinear
 from fusedmoe.ops.glu import DSwiGLU
 from fusedmoe.ops.grouped_linear import Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
-from fusedmoe.recipes import NVFP4
 
 SPLITS = torch.tensor([8, 0, 17, 3])
 RECIPES = {name: name for name in ("fp8_tensor", "fp8_row", "fp8_block", "mxfp8")}

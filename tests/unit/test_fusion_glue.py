@@ -5,7 +5,7 @@ import torch
 from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
 from fusedmoe.ops import Scale, SwiGLU
 from fusedmoe.ops.glue import Dequantize, DeriveOffsets, QuantizeWeight, SumGradients, ZeroTail
 

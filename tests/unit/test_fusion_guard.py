@@ -22,9 +22,9 @@ from toy import (
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.fusion.rule import FusionRule, NothingToDo, Step
+from fusedmoe.call.partition import partition_for
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, Step
 from fusedmoe.ops import BackwardOp, GroupedLinear, Op, Wgrad
-from fusedmoe.partition import partition_for
 
 REASON = "rows are 9, not a multiple of 128; it runs unfused"
 
@@ -127,7 +127,7 @@ def test_each_fallback_is_said_once_at_warning(caplog, grad):
             chain(rows(count), **inputs())
     assert fallbacks(caplog) == [f"0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: {REASON}"]
     (record,) = [r for r in caplog.records if "declined" in r.getMessage()]
-    assert (record.levelno, record.name) == (logging.WARNING, "fusedmoe.fusion.program")
+    assert (record.levelno, record.name) == (logging.WARNING, "fusedmoe.fusion.program.source")
     assert record.args, "%-style arguments"
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from fusedmoe.fusion.matcher import Match, Mismatch, match
-from fusedmoe.fusion.rule import Slot
+from fusedmoe.fusion.language.matcher import Match, Mismatch, match
+from fusedmoe.fusion.language.rule import Slot
 from fusedmoe.ops import GeGLU, Linear, Scale, SquaredReLU, SwiGLU
 
 

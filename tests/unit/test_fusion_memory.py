@@ -9,7 +9,7 @@ import toy
 from toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.ops import BackwardOp, Op
 
 

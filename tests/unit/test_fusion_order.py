@@ -6,13 +6,13 @@ from toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outc
 from toy import rows as tokens
 
 import fusedmoe as fm
-from fusedmoe.fusion import order
-from fusedmoe.fusion.order import Pair, in_order, pairs_of
-from fusedmoe.fusion.rule import FusionRule, RuleError, Step
-from fusedmoe.fusion.steps import Fused
+from fusedmoe.call.partition import partition_for
+from fusedmoe.fusion.graph.steps import Fused
+from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.program import order
+from fusedmoe.fusion.program.order import Pair, in_order, pairs_of
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm_dgrad
 from fusedmoe.ops import Dgrad
-from fusedmoe.partition import partition_for
 
 # ---- steps alone --------------------------------------------------------------------------------------------------
 

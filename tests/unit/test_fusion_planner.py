@@ -26,7 +26,7 @@ from toy import (
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.ops import BackwardOp, GroupedLinear, Op, SwiGLU
 
 FORWARD = [gemm(), gemm_glu(), glu_scale()]

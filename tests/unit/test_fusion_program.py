@@ -9,8 +9,8 @@ import toy
 from toy import assert_same, dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
+from fusedmoe.call.partition import partition_for
 from fusedmoe.ops import Op
-from fusedmoe.partition import partition_for
 
 
 def program(chain, position=0):

@@ -8,8 +8,9 @@ from toy import bound, only_plan, outcome, rules_used, status, statuses
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.formats import QuantizedSpec, QuantizedTensor, products
-from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
+from fusedmoe.kernels.torch import quantized_products
+from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
 from fusedmoe.ops import BiasGrad, Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 
@@ -57,7 +58,7 @@ def gemm(name="toy.gemm", *, takes_quantized=True):
             return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
 
         def build(self, ctx, keep):
-            return on_tensors(ctx, self.offer(ctx), products.grouped_mm)
+            return on_tensors(ctx, self.offer(ctx), quantized_products.grouped_mm)
 
     Gemm.takes_quantized = takes_quantized
     return Gemm
@@ -85,7 +86,7 @@ def gemm_glu_quantize(*, guard=None, keeps=KEEPS, calls=None):
             def run(x, weight, offsets):
                 if calls is not None:
                     calls.append(("toy.gemm_glu_quantize", keep))
-                h = products.grouped_mm(x, weight, offsets)
+                h = quantized_products.grouped_mm(x, weight, offsets)
                 y = self.act.compute(h)
                 kept = {"act.input": lambda: h, "output:columns": lambda: quantized(y, -2)}
 
@@ -119,7 +120,7 @@ def dgrad_dglu_quantize(*, guard=None, recomputes=False, calls=None):
             def run(dy, weight, offsets, h):
                 if calls is not None:
                     calls.append(("toy.dgrad_dglu_quantize", keep))
-                dh = self.dact.compute(products.grouped_mm_dgrad(dy, weight, offsets), h)
+                dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
                 forms = {
                     "grad_input": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -1, offsets=offsets),
                     "grad_input:columns": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -2, offsets=offsets),
@@ -145,7 +146,7 @@ def wgrad():
             return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
 
         def build(self, ctx, keep):
-            return on_tensors(ctx, self.offer(ctx), products.grouped_mm_wgrad)
+            return on_tensors(ctx, self.offer(ctx), quantized_products.grouped_mm_wgrad)
 
     return WgradRule
 
@@ -374,7 +375,7 @@ def test_the_bias_gradient_may_be_computed_on_the_way():
 
         def build(self, ctx, keep):
             def run(dy, weight, offsets, h):
-                dh = self.dact.compute(products.grouped_mm_dgrad(dy, weight, offsets), h)
+                dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
                 forms = [fm.quantize(dh, self.quantize.op.grad_quantizer, a, offsets=offsets) for a in (-1, -2)]
                 return (*forms, self.dbias.compute(dh, offsets))
 
@@ -400,7 +401,7 @@ def test_a_layer_that_quantizes_its_rows_itself():
         def build(self, ctx, keep):
             def run(x, weight, offsets):
                 forms = [fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2)]
-                return (products.grouped_mm(forms[0], weight, offsets), *(forms[1] for _ in keep))
+                return (quantized_products.grouped_mm(forms[0], weight, offsets), *(forms[1] for _ in keep))
 
             return on_tensors(ctx, self.offer(ctx), run)
 

@@ -6,10 +6,10 @@ import toy
 from toy import only_plan, rows, rules_used
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.ops import BackwardOp, Op
 from fusedmoe.ops.op import AutogradBackward
-from fusedmoe.ops.random_state import NAMES
+from fusedmoe.ops.state.random import NAMES
 
 
 class Noise(Op):

@@ -9,11 +9,11 @@ import torch
 import toy
 
 import fusedmoe as fm
-from fusedmoe.cli import doctor
-from fusedmoe.fusion import registry
-from fusedmoe.fusion.plan import Status
-from fusedmoe.fusion.rule import RuleError
-from fusedmoe.partition import partition_for
+from fusedmoe.call.partition import partition_for
+from fusedmoe.commands import doctor
+from fusedmoe.fusion.language import registry
+from fusedmoe.fusion.language.rule import RuleError
+from fusedmoe.fusion.report.data import Status
 
 
 def test_import_registers_the_builtin_rules():

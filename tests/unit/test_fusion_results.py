@@ -7,7 +7,7 @@ from toy import bound, experts, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe import RuleError
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.language.rule import FusionRule
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import BackwardOp, Dgrad, DSwiGLU, GroupedLinear, Op, SwiGLU, Wgrad
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import Declined, FusionRule, RuleError, Slot, require
+from fusedmoe.fusion.language.rule import Declined, FusionRule, RuleError, Slot, require
 from fusedmoe.ops import Dgrad, DSwiGLU, GeGLU, GroupedLinear, Scale, SwiGLU
 
 

@@ -8,7 +8,7 @@ from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.fusion.language.rule import FusionRule
 from fusedmoe.ops import GroupedLinear, Scale, SwiGLU
 
 

@@ -12,10 +12,22 @@ from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
+from fusedmoe.numerics.formats import Delayed, fp8_tensor, mxfp8, nvfp4
+from fusedmoe.numerics.recipes import BF16 as NOTHING
+from fusedmoe.numerics.recipes import (
+    MXFP8,
+    NVFP4,
+    RECIPES,
+    Custom,
+    FP8Block,
+    FP8Row,
+    FP8Tensor,
+    named,
+    resolve,
+    shortest,
+)
 from fusedmoe.ops import SwiGLU
-from fusedmoe.recipes import BF16 as NOTHING
-from fusedmoe.recipes import MXFP8, NVFP4, RECIPES, Custom, FP8Block, FP8Row, FP8Tensor, named, resolve, shortest
 
 BF16 = torch.bfloat16
 E, H, I, R = 4, 64, 32, 40  # noqa: E741
@@ -239,12 +251,12 @@ def test_names(name):
 
 
 def test_other_fields_stay():
-    recipe = FP8Tensor(hybrid=False, delayed=fm.formats.Delayed(3), wgrad="bf16")
-    assert recipe.roles().grad == fm.Quantizer(fm.formats.fp8_tensor(), delayed=fm.formats.Delayed(3), wgrad="bf16")
+    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
+    assert recipe.roles().grad == fm.Quantizer(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
     assert shortest(recipe) is recipe
     assert NVFP4(hadamard=True, wgrad="bf16").roles().grad.hadamard is False
-    quantizers = Custom("mine", input=fm.Quantizer(fm.formats.mxfp8())).roles()
-    assert quantizers.with_wgrad("bf16") == (fm.Quantizer(fm.formats.mxfp8(), wgrad="bf16"), None, None)
+    quantizers = Custom("mine", input=fm.Quantizer(mxfp8())).roles()
+    assert quantizers.with_wgrad("bf16") == (fm.Quantizer(mxfp8(), wgrad="bf16"), None, None)
     assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
 
 
@@ -252,7 +264,7 @@ def test_other_fields_stay():
     ("override", "wgrad"), [((False, False, False), "quantized"), ((False, False, True), "bf16")], ids=str
 )
 def test_a_recipe_of_transformer_engine(override, wgrad):
-    assert resolve(older(override)) == FP8Tensor(delayed=fm.formats.Delayed(1024), wgrad=wgrad)
+    assert resolve(older(override)) == FP8Tensor(delayed=Delayed(1024), wgrad=wgrad)
 
 
 def older(override):
@@ -267,15 +279,15 @@ def older(override):
         (lambda: FP8Block(wgrad="fp16"), "FP8Block: wgrad: expected 'quantized' or 'bf16', got 'fp16'"),
         (lambda: FP8Row(wgrad=True), "FP8Row: wgrad: expected 'quantized' or 'bf16', got True"),
         (
-            lambda: fm.Quantizer(fm.formats.mxfp8(), wgrad=BF16),
+            lambda: fm.Quantizer(mxfp8(), wgrad=BF16),
             "Quantizer: wgrad: expected 'quantized' or 'bf16', got torch.bfloat16",
         ),
         (
-            lambda: fm.Quantizer(fm.formats.nvfp4(), hadamard=True, wgrad="bf16"),
+            lambda: fm.Quantizer(nvfp4(), hadamard=True, wgrad="bf16"),
             "Quantizer: hadamard: expected False for wgrad='bf16', which rotates nothing",
         ),
         (
-            lambda: fm.Quantize(weight=fm.Quantizer(fm.formats.mxfp8(), wgrad="bf16")),
+            lambda: fm.Quantize(weight=fm.Quantizer(mxfp8(), wgrad="bf16")),
             "weight: expected a quantizer with wgrad='quantized', got mxfp8 e4m3 1x32, wgrad bf16",
         ),
         (lambda: MXFP8().roles().with_wgrad("fp8"), "Quantizer: wgrad: expected 'quantized' or 'bf16', got 'fp8'"),

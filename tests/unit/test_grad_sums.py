@@ -624,9 +624,9 @@ def test_weights_are_quantized_once(monkeypatch):
     """The cache of quantized weights compares the version of the gradient."""
     chain, batches = experts(), micro_batches(4)
     kept = []
-    original = fm.ops.weight_cache.keep
+    original = fm.ops.state.weight_cache.keep
     monkeypatch.setattr(
-        "fusedmoe.ops.weight_cache.keep", lambda *of, **named: kept.append(of[0]) or original(*of, **named)
+        "fusedmoe.ops.state.weight_cache.keep", lambda *of, **named: kept.append(of[0]) or original(*of, **named)
     )
     with fm.recipe("fp8_block:wgrad=bf16"), fm.disabled("sm90.fp8_*", "sm90.quantize*", "sm90.dequantized*"):
         expected = want(chain, batches)

@@ -18,20 +18,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fusedmoe as fm
-from fusedmoe import torch_operators
-from fusedmoe.formats import Delayed, Quantizer, fp8_tensor
-from fusedmoe.formats.delayed import AmaxHistory
-from fusedmoe.kernels import compiler
-from fusedmoe.kernels.sm90 import launch, one_group, slot_functions
+from fusedmoe.base.lasting import lasting
+from fusedmoe.call.compile import operators
+from fusedmoe.kernels.build import compiler
+from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.sm90 import launch, one_group
 from fusedmoe.kernels.sm100 import calls
-from fusedmoe.lasting import lasting
+from fusedmoe.numerics.formats import Delayed, Quantizer, fp8_tensor
+from fusedmoe.numerics.formats.delayed import AmaxHistory
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, TOKENS = 128, 128, 4, 2, 48
 DELAYED = Quantizer(fp8_tensor(), delayed=Delayed(3))
 STEPS_OF = {
-    torch.ops.fusedmoe.run_chain.default: torch_operators._forward,
-    torch.ops.fusedmoe.run_chain_backward.default: torch_operators._backward,
+    torch.ops.fusedmoe.run_chain.default: operators._forward,
+    torch.ops.fusedmoe.run_chain_backward.default: operators._backward,
 }
 
 

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 import fusedmoe
-from fusedmoe.cli.main import main
-from fusedmoe.kernels import cache, cache_key, compiler, shipped
+from fusedmoe.commands.main import main
+from fusedmoe.kernels.build import cache, cache_key, compiler, shipped
 
 cutlass = pytest.importorskip("cutlass")
 cute = cutlass.cute
@@ -162,7 +162,7 @@ def python(code, *arguments, **options):
 
 
 def test_memory_then_disk_then_compiler(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "fusedmoe.kernels.compiler")
+    caplog.set_level(logging.INFO, "fusedmoe.kernels.build.compiler")
     assert not compiler.is_cached(Toy())
     first = compiler.load(Toy())
     assert compiler.stats() == (1, 0, 1)
@@ -184,7 +184,7 @@ def test_other_processes(tmp_path):
     code = """
 import json, os, sys, time
 from pathlib import Path
-import fusedmoe, fusedmoe.kernels.compiler, fusedmoe.kernels.shipped, fusedmoe.cli.compile
+import fusedmoe, fusedmoe.kernels.build.compiler, fusedmoe.kernels.build.shipped, fusedmoe.commands.compile
 said = {"imported": [name for name in ("cutlass", "tvm_ffi") if name in sys.modules]}
 from test_kernel_cache import Awaited, Toy, compiler, refuses_cpu_tensors
 refuses_cpu_tensors(compiler.load(Toy()))

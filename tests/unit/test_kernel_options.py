@@ -10,10 +10,10 @@ from toy import E, H, I, bound, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe import InputError
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.call.partition import partition_for
+from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops import GroupedLinear, Wgrad
-from fusedmoe.partition import partition_for
 
 BOTH = {"sm_margin": 16, "schedule": "static"}
 

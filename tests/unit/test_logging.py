@@ -13,11 +13,11 @@ import toy
 from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
 
 import fusedmoe as fm
-from fusedmoe.environment import configure_logging
-from fusedmoe.fusion.rule import FusionRule
+from fusedmoe.base.environment import configure_logging
+from fusedmoe.fusion.language.rule import FusionRule
 from fusedmoe.ops import GroupedLinear
 
-PLANNER = "fusedmoe.fusion.planner"
+PLANNER = "fusedmoe.fusion.search.planner"
 
 
 class OfGpu(FusionRule, name="gpu.gemm", direction="forward"):
@@ -229,11 +229,13 @@ def test_fusedmoe_log_fusion():
     done = run("import logging; logging.basicConfig(level=logging.DEBUG)\n" + SCRIPT, FUSEDMOE_LOG="fusion")
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
-    assert any(line.startswith("INFO fusedmoe.fusion.planner: new plan: cpu, float64, recipe bf16") for line in lines)
-    first = "INFO fusedmoe.fusion.planner:   1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu"
+    assert any(
+        line.startswith("INFO fusedmoe.fusion.search.planner: new plan: cpu, float64, recipe bf16") for line in lines
+    )
+    first = "INFO fusedmoe.fusion.search.planner:   1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu"
     assert lines.count(first) == 1  # beside a handler of the root logger, too
     declined = "0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: rows are 9, not a multiple of 128"
-    assert f"WARNING fusedmoe.fusion.program: {declined}; it runs unfused" in lines
+    assert f"WARNING fusedmoe.fusion.program.source: {declined}; it runs unfused" in lines
     assert not any("fusedmoe" in line for line in lines if line.startswith("DEBUG"))
     assert len([line for line in lines if "1. forward" in line]) == 2
 
@@ -242,7 +244,7 @@ def test_fusedmoe_log_fusion():
 def test_fusedmoe_log_fusion_debug():
     done = run(FUSEDMOE_LOG="fusion:debug")
     assert done.returncode == 0, done.stderr
-    assert "DEBUG fusedmoe.fusion.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
+    assert "DEBUG fusedmoe.fusion.search.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
 
 
 @pytest.mark.slow

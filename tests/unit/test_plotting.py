@@ -59,7 +59,7 @@ def test_many_steps_are_means():
 
 @pytest.mark.usefixtures("_matplotlib")
 def test_it_draws_in_axes_that_are_given():
-    from fusedmoe.plotting import new_figure
+    from fusedmoe.layers.plotting import new_figure
 
     mine = new_figure(4, 3)
     left, right = mine.subplots(1, 2)

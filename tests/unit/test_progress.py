@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from fusedmoe.progress import LINES, counted
+from fusedmoe.base.progress import LINES, counted
 
 
 def console(terminal):

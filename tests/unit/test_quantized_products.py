@@ -11,12 +11,12 @@ import torch
 from rounding import error_of_roundings
 
 import fusedmoe as fm
-from fusedmoe import formats
-from fusedmoe.formats import Quantizer, products
-from fusedmoe.formats.roles import ROLES, nvfp4_roles
-from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.kernels.torch import grouped_gemm, quantized_products
+from fusedmoe.numerics import formats
+from fusedmoe.numerics.formats import Quantizer
+from fusedmoe.numerics.formats.roles import ROLES, nvfp4_roles
+from fusedmoe.numerics.recipes import NVFP4, RECIPES
 from fusedmoe.ops import TensorSpec
-from fusedmoe.recipes import NVFP4, RECIPES
 
 K, N = 48, 32
 SPLITS = (9, 0, 31, 21)  # no whole tile of 16 rows
@@ -75,7 +75,7 @@ def error(got, want):
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["in fp32", "in bf16"])
 def emulation(request, monkeypatch):
     """The dtype that products are emulated in: bf16 is what GPUs do that have such a grouped product."""
-    monkeypatch.setattr(products, "_in_bf16", lambda dtype, device: request.param is torch.bfloat16)
+    monkeypatch.setattr(quantized_products, "_in_bf16", lambda dtype, device: request.param is torch.bfloat16)
     return request.param
 
 
@@ -89,7 +89,7 @@ def assert_product(got, want, emulation):
 def test_two_rotated_operands_are_multiplied_as_they_lie(emulation, splits):
     offsets = ends(*splits)
     dy, x = by_columns((ROTATED, ROTATED), operands(used=sum(splits)), offsets)
-    want, got = wgrad_where_it_lies(dy, x, splits), products.grouped_mm_wgrad(dy, x, offsets)
+    want, got = wgrad_where_it_lies(dy, x, splits), quantized_products.grouped_mm_wgrad(dy, x, offsets)
     assert_product(got, want, emulation)
     assert not got[torch.tensor(splits) == 0].any()
     if sum(splits) % 16:  # what became of the zeros of the padding counts
@@ -103,7 +103,7 @@ def test_a_weight_gradient_under_every_recipe(emulation, name):
     roles = nvfp4_roles(hadamard=False, stochastic_rounding=False) if name == "nvfp4" else ROLES[name]
     offsets = ends(*SPLITS)
     dy, x = by_columns((roles.grad, roles.input), operands(torch.bfloat16), offsets)
-    got, want = products.grouped_mm_wgrad(dy, x, offsets), wgrad_dequantized(dy, x, SPLITS)
+    got, want = quantized_products.grouped_mm_wgrad(dy, x, offsets), wgrad_dequantized(dy, x, SPLITS)
     assert got.dtype is torch.bfloat16
     assert error(got, want) < error_of_roundings(2, torch.bfloat16)  # of the result; in bf16, of the product too
     assert not got[1].any()
@@ -118,7 +118,9 @@ def test_what_cannot_be_multiplied_as_it_lies_is_rotated_back(emulation, other):
     x = x if other is None else fm.quantize(x, other, -2, offsets=offsets)
     want = wgrad_dequantized(dy, x, SPLITS)
     # operands are rounded to bf16, since those that were rotated back need more bits
-    assert error(products.grouped_mm_wgrad(dy, x, offsets), want) < (1e-6 if emulation is torch.float32 else 5e-3)
+    assert error(quantized_products.grouped_mm_wgrad(dy, x, offsets), want) < (
+        1e-6 if emulation is torch.float32 else 5e-3
+    )
 
 
 @pytest.mark.parametrize("by_expert", [False, True], ids=["rows alone", "by expert"])
@@ -128,7 +130,7 @@ def test_the_dense_weight_gradient_is_of_the_same_kind(emulation, by_expert):
     dy, x = by_columns((ROTATED, ROTATED), rows, ends(*splits) if by_expert else None)
     want = wgrad_where_it_lies(dy, x, splits).sum(0)
     exact = emulation is torch.float32 or by_expert  # the scales of experts cannot be applied to a sum over all rows
-    assert error(products.mm_wgrad(dy, x), want) < (1e-6 if exact else 5e-3)
+    assert error(quantized_products.mm_wgrad(dy, x), want) < (1e-6 if exact else 5e-3)
     assert error(wgrad_dequantized(dy, x, splits).sum(0), want) > 1e-3
 
 
@@ -145,11 +147,11 @@ def test_dense_products_under_every_recipe(emulation, name):
         return (t if isinstance(t, torch.Tensor) else t.dequantize(torch.float32)).double()
 
     for got, want in (
-        (products.mm(x_rows, along_k, weight_axis=-1), fp64(x_rows) @ fp64(along_k).T),
-        (products.mm(dy_rows, along_n, weight_axis=-2), fp64(dy_rows) @ fp64(along_n)),
-        (products.mm(x, along_k, weight_axis=-1), fp64(x) @ fp64(along_k).T),
-        (products.mm_wgrad(dy_columns, x_columns), fp64(dy_columns).T @ fp64(x_columns)),
-        (products.mm_wgrad(dy, x_columns), fp64(dy).T @ fp64(x_columns)),
+        (quantized_products.mm(x_rows, along_k, weight_axis=-1), fp64(x_rows) @ fp64(along_k).T),
+        (quantized_products.mm(dy_rows, along_n, weight_axis=-2), fp64(dy_rows) @ fp64(along_n)),
+        (quantized_products.mm(x, along_k, weight_axis=-1), fp64(x) @ fp64(along_k).T),
+        (quantized_products.mm_wgrad(dy_columns, x_columns), fp64(dy_columns).T @ fp64(x_columns)),
+        (quantized_products.mm_wgrad(dy, x_columns), fp64(dy).T @ fp64(x_columns)),
     ):
         assert got.dtype is torch.bfloat16
         assert got.shape == want.shape
@@ -163,11 +165,14 @@ def test_dense_products_of_rows_with_several_leading_axes(emulation):
         t[1] *= 8  # scales differ
     flat = fm.quantize(x.flatten(0, -2), roles.input, -1)
     for of_rows, of_flat in ((x, x.flatten(0, -2)), (replace(flat, shape=tuple(x.shape)), flat)):
-        y = products.mm(of_rows, weight, weight_axis=-1)
+        y = quantized_products.mm(of_rows, weight, weight_axis=-1)
         assert y.shape == dy.shape
-        assert torch.equal(y.flatten(0, -2), products.mm(of_flat, weight, weight_axis=-1))
+        assert torch.equal(y.flatten(0, -2), quantized_products.mm(of_flat, weight, weight_axis=-1))
     of_rows = fm.quantize(x.flatten(0, -2), roles.input, -2)
-    assert error(products.mm_wgrad(dy, of_rows), dy.flatten(0, -2).double().T @ of_rows.dequantize().double()) < 5e-3
+    assert (
+        error(quantized_products.mm_wgrad(dy, of_rows), dy.flatten(0, -2).double().T @ of_rows.dequantize().double())
+        < 5e-3
+    )
 
 
 # --- where products are emulated in bf16 ---------------------------------------------------------------------------
@@ -186,12 +191,12 @@ def test_in_bf16_where_torch_has_such_a_grouped_product(monkeypatch, capability,
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "hip", None)
     gpu = torch.device("cuda", 0)
-    assert products._in_bf16(torch.bfloat16, gpu) is has_kernel
+    assert quantized_products._in_bf16(torch.bfloat16, gpu) is has_kernel
     assert grouped_gemm.runs_on_device(gpu, torch.bfloat16, K, N) is has_kernel
-    assert not products._in_bf16(torch.float32, gpu)
-    assert not products._in_bf16(torch.bfloat16, torch.device("cpu"))
+    assert not quantized_products._in_bf16(torch.float32, gpu)
+    assert not quantized_products._in_bf16(torch.bfloat16, torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert not products._in_bf16(torch.bfloat16, gpu)
+    assert not quantized_products._in_bf16(torch.bfloat16, gpu)
 
 
 # --- products of nothing -------------------------------------------------------------------------------------------
@@ -238,9 +243,9 @@ def test_a_product_of_nothing_reads_no_offsets(shape, dtype):
     x, dy, weight = (torch.randn(s, dtype=dtype) for s in ((rows, k), (rows, n), (experts, n, k)))
     found = {}
     for name, run, a, b, wanted in (
-        ("y", products.grouped_mm, x, weight, (x, weight.mT, offsets, False)),
-        ("dx", products.grouped_mm_dgrad, dy, weight, (dy, weight, offsets, False)),
-        ("dw", products.grouped_mm_wgrad, dy, x, (dy, x, offsets, True)),
+        ("y", quantized_products.grouped_mm, x, weight, (x, weight.mT, offsets, False)),
+        ("dx", quantized_products.grouped_mm_dgrad, dy, weight, (dy, weight, offsets, False)),
+        ("dw", quantized_products.grouped_mm_wgrad, dy, x, (dy, x, offsets, True)),
     ):
         if a.numel() and b.numel():
             with pytest.raises(AssertionError, match="read on the host"):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats import QuantizedSpec
-from fusedmoe.formats.roles import ROLES
+from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats.roles import ROLES
 
 QUANTIZERS = {f"{name}.{role}": q for name, roles in ROLES.items() for role, q in roles._asdict().items()}
 SPLITS = {"even": [32, 32], "ragged": [5, 0, 40], "tail": [3, 9], "no rows": [0, 0]}

@@ -10,9 +10,9 @@ from torch import nn
 from toy import only_plan, outcome
 
 import fusedmoe as fm
-from fusedmoe import quantization
-from fusedmoe.chain import Chain
-from fusedmoe.formats import (
+from fusedmoe.call import quantization
+from fusedmoe.call.chain import Chain
+from fusedmoe.numerics.formats import (
     E2M1,
     E4M3,
     E5M2,
@@ -25,9 +25,9 @@ from fusedmoe.formats import (
     mxfp8,
     nvfp4,
 )
-from fusedmoe.formats.roles import ROLES, Roles
+from fusedmoe.numerics.formats.roles import ROLES, Roles
+from fusedmoe.numerics.recipes import BF16, MXFP8, NVFP4, RECIPES, Custom, FP8Block, FP8Row, FP8Tensor, Recipe, resolve
 from fusedmoe.ops.op import Node
-from fusedmoe.recipes import BF16, MXFP8, NVFP4, RECIPES, Custom, FP8Block, FP8Row, FP8Tensor, Recipe, resolve
 
 E, H, I = 2, 64, 32  # noqa: E741
 SPLITS = torch.tensor([9, 5])
@@ -493,7 +493,10 @@ def test_routers_and_gates_are_quantized_by_nobody():
         (lambda: Delayed(history=2.5), "Delayed: history: expected a number of steps, 1 or more, got 2.5"),
         (lambda: Delayed(margin=0.5), "Delayed: margin: expected a number of binades, got 0.5"),
         (lambda: Delayed(most_recent=1), "Delayed: most_recent: expected True or False, got 1"),
-        (lambda: FP8Tensor(delayed=True), "FP8Tensor: delayed: expected a fusedmoe.formats.Delayed or None, got True"),
+        (
+            lambda: FP8Tensor(delayed=True),
+            "FP8Tensor: delayed: expected a fusedmoe.numerics.formats.Delayed or None, got True",
+        ),
         (lambda: MXFP8(True), "MXFP8: name: expected a str, got True"),
         (lambda: NVFP4(hadamard=0), "NVFP4: hadamard: expected True or False, got 0"),
         (lambda: Custom(input=mxfp8()), "Custom: input: expected a fusedmoe.Quantizer or None, got Format"),

@@ -12,7 +12,7 @@ from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows,
 
 import fusedmoe as fm
 from fusedmoe import InputError
-from fusedmoe.process_state import ProcessState
+from fusedmoe.base.process_state import ProcessState
 
 COPIES = {
     "deepcopy": copy.deepcopy,

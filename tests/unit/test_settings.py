@@ -9,8 +9,9 @@ import toy
 from toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used, statuses
 
 import fusedmoe as fm
-from fusedmoe import Status, settings
-from fusedmoe.fusion.rule import FusionRule, RuleError, Step
+from fusedmoe import Status
+from fusedmoe.call import settings
+from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
 from fusedmoe.ops.op import Node
 
 

@@ -11,7 +11,7 @@ import threading
 import pytest
 
 import fusedmoe as fm
-from fusedmoe import settings
+from fusedmoe.call import settings
 
 DEFAULT = settings.Settings()
 PACKAGE = os.path.dirname(fm.__file__)

@@ -31,9 +31,9 @@ from toy import only_plan, rules_used
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.sm100 import backend, quantize
-from fusedmoe.formats import Quantizer, fp8_block, mxfp8, nvfp4
-from fusedmoe.fusion.rule import Declined, NothingToDo
-from fusedmoe.recipes import MXFP8, NVFP4, Custom
+from fusedmoe.fusion.language.rule import Declined, NothingToDo
+from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 

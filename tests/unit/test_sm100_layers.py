@@ -226,7 +226,7 @@ def test_no_tokens(launches):
 def emulator(monkeypatch):
     """The kernels that quantize run, compiled for the GPU that is emulated, between those in PyTorch."""
     with emulated() as gpu:
-        monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+        monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
         for function in KERNELS:
             monkeypatch.setattr(quantize_functions, function.__name__, function)
         yield gpu

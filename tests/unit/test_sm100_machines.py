@@ -33,7 +33,7 @@ from toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.kernels import toolkit
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
@@ -75,12 +75,12 @@ def assert_unavailable(plan, reason):
     ],
 )
 def test_other_devices(arch, reason, layer_plan, monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: arch)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: arch)
     assert_unavailable(layer_plan(), reason)
 
 
 def test_sm_103(layer_plan, monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 103)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 103)
     assert {*PRODUCTS} <= used(layer_plan())
 
 
@@ -209,7 +209,7 @@ def test_no_cache_directory_for_the_stamp(folder, stamp, monkeypatch, tmp_path):
 
 def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
     """It assumes a verified machine, and says so."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: None)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: None)
     with fm.recipe("mxfp8"):
         found = experts().explain(tokens(), arch=100, **inputs())
     products = {GEMM, GEMM_ACTIVATION, DGRAD, DGRAD_ACTIVATION, WGRAD}

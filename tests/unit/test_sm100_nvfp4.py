@@ -59,7 +59,7 @@ from toy import only_plan
 import fusedmoe as fm
 from fusedmoe.builtin_rules.sm100 import nvfp4_forms
 from fusedmoe.kernels.sm100 import calls, quantize_functions
-from fusedmoe.recipes import NVFP4
+from fusedmoe.numerics.recipes import NVFP4
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
@@ -239,7 +239,7 @@ def test_the_kernel_quantizes_what_the_products_read(monkeypatch):
     """On the emulator, by the kernel's code: rows, gradients, and what is between the layers."""
     count, splits = 44, (20, 0, 19, 1)
     with emulated() as gpu:
-        monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+        monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
         monkeypatch.setattr(quantize_functions, "bind_quantize_packed_nvfp4", NVFP4_KERNEL)
         checked(experts(scale=True), tokens(count, splits), **inputs(count, splits, scale=True))
         assert gpu.launches == 4

@@ -11,7 +11,7 @@ from fusedmoe.kernels.sm100.quantize_functions import PACKING, SCALES, TILE, bin
 
 pytest.importorskip("cutlass")
 
-from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, VECTOR
+from fusedmoe.kernels.rows.quantize.blocks import CTAS_PER_SM, STRIP, VECTOR
 from fusedmoe.kernels.sm100 import quantize
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 

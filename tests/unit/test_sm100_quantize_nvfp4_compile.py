@@ -11,11 +11,11 @@ pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
 from test_sm100_quantize_compile import instructions, on_each_architecture, starting  # noqa: F401  (a fixture)
 
-from fusedmoe.formats.groups import PACKED_ROWS
-from fusedmoe.kernels.sm90.quantize import STRIP
+from fusedmoe.kernels.rows.quantize.blocks import STRIP
 from fusedmoe.kernels.sm100 import quantize_nvfp4
 from fusedmoe.kernels.sm100.quantize_functions import NVFP4, PACKING, SCALES, bind_quantize_packed_nvfp4
 from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
+from fusedmoe.numerics.formats.groups import PACKED_ROWS
 
 KERNELS = [
     QuantizePackedFormat("bf16", True, gathered, rotated, NVFP4, rows, columns, stochastic, halves=halves)

@@ -10,13 +10,17 @@ from test_sm100_quantize_compile import on_each_architecture
 pytest.importorskip("cutlass")
 
 from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90 import activation_functions, limits, quantize_format_functions, row_functions, slot_functions
-from fusedmoe.kernels.sm90.activations import Activate, ActivateBackward
-from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
-from fusedmoe.kernels.sm90.route import Route
-from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets, ZeroTail
-from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.rows.activation import functions as activation_functions
+from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets, ZeroTail
+from fusedmoe.kernels.rows.move.route import Route
+from fusedmoe.kernels.rows.move.slots import GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.rows.quantize import format_functions
+from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm100.quantize_functions import NVFP4
 
 ARCHES = ("sm_100a", "sm_103a")
@@ -63,15 +67,15 @@ def bound():
     slot_functions.bind_slot_values(weight.flatten(), index)
     activation_functions.bind_activation(rows, None, Activation("swiglu"))
     activation_functions.bind_activation_backward(rows[:, :8], rows, None, Activation("swiglu"), False, False)
-    quantize_format_functions.bind_magnitudes(rows, offsets, of_experts=True)
-    quantize_format_functions.bind_quantize_format(rows, NVFP4, offsets)
+    format_functions.bind_magnitudes(rows, offsets, of_experts=True)
+    format_functions.bind_quantize_format(rows, NVFP4, offsets)
 
 
 @pytest.mark.parametrize(("arch", "expected"), [(None, "sm_90a"), (90, "sm_90a"), (100, "sm_100a"), (103, "sm_103a")])
 def test_functions_load_the_kernels_of_the_device(arch, expected, monkeypatch):
     loaded = []
-    monkeypatch.setattr("fusedmoe.target.arch_of", lambda device: arch)
-    for functions in (row_functions, slot_functions, quantize_format_functions, activation_functions):
+    monkeypatch.setattr("fusedmoe.base.target.arch_of", lambda device: arch)
+    for functions in (row_functions, slot_functions, format_functions, activation_functions):
         monkeypatch.setattr(functions, "load", loaded.append)
     bound()
     assert [kernel.arch for kernel in loaded] == [expected] * 13

@@ -7,8 +7,8 @@ from toy import only_plan
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.builtin_rules.sm100.rows import ROWS
-from fusedmoe.cli import doctor
-from fusedmoe.fusion.registry import why_unavailable
+from fusedmoe.commands import doctor
+from fusedmoe.fusion.language.registry import why_unavailable
 from fusedmoe.kernels.sm100 import package
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -65,7 +65,7 @@ def test_doctor_lists_them(reason, verified, monkeypatch):
 
 
 def plan_of(arch, monkeypatch, **layer):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: arch)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: arch)
     experts = fm.Sequential(
         fm.Dispatch(), fm.GroupedLinear(4, 64, 2 * 32, dtype=BF16, bias=True), fm.SwiGLU(), fm.Scale("probs"),
         fm.GroupedLinear(4, 32, 64, dtype=BF16, bias=True), fm.Combine(None),
@@ -85,7 +85,7 @@ OF_A_LAYER = {
 
 def test_they_run_beside_the_products_of_torch(verified, monkeypatch):
     """In bf16, for whose products this package has no kernel on Blackwell."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
     explained = fm.MoE(64, 32, 4, 2, dtype=BF16).explain(torch.zeros(6, 64, dtype=BF16, requires_grad=True))
     (plan,) = explained.plans
     rules = {step.rule for step in plan.fused}

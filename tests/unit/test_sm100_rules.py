@@ -55,9 +55,9 @@ from toy import rules_used
 import fusedmoe as fm
 from fusedmoe import FusionError
 from fusedmoe.builtin_rules.sm100 import backend
-from fusedmoe.formats import Quantizer, mxfp8
 from fusedmoe.kernels.sm100 import calls
-from fusedmoe.recipes import MXFP8, Custom
+from fusedmoe.numerics.formats import Quantizer, mxfp8
+from fusedmoe.numerics.recipes import MXFP8, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
@@ -164,7 +164,7 @@ def test_padding_rows_do_not_have_the_activation_of_the_bias(scale):
 
 def test_a_mistake_in_the_layout_shows(monkeypatch):
     """The bounds tell right from wrong: gate and up of the weight do not alternate."""
-    monkeypatch.setattr("fusedmoe.formats.packed.interleave", lambda x, axis=-1: x)
+    monkeypatch.setattr("fusedmoe.numerics.formats.packed.interleave", lambda x, axis=-1: x)
     with pytest.raises(AssertionError, match="y: "):
         check(experts(), tokens(), **inputs())
 
@@ -294,7 +294,7 @@ def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
     """With many rows, where launches cost little. The kernel does not pack a weight that plain PyTorch multiplies too,
     since it has no other forms.
     """
-    monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
+    monkeypatch.setattr("fusedmoe.fusion.search.candidates._US_PER_LAUNCH", 0.0)
     count, splits = 8192, (4000, 0, 4101, 1)
     with fm.disabled(GEMM_ACTIVATION, ACTIVATION):
         plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))

@@ -45,8 +45,8 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.formats.packed import quantize_packed
 from fusedmoe.kernels.sm100 import calls
+from fusedmoe.numerics.formats.packed import quantize_packed
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 

@@ -8,7 +8,7 @@ pytest.importorskip("cutlass")
 
 from test_sm90_rows_compile import disassembled, starting
 
-from fusedmoe.kernels.sm90.activations import VECTORS, Activate, ActivateBackward
+from fusedmoe.kernels.rows.activation.kernel import VECTORS, Activate, ActivateBackward
 
 KINDS = [
     ("bf16", "swiglu", False, False, "fp32"),

@@ -105,7 +105,7 @@ def test_the_preactivation_is_all_that_is_kept():
 
 
 def test_it_recomputes_the_input_of_the_next_layer(monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.candidates._US_PER_LAUNCH", 0.0)
+    monkeypatch.setattr("fusedmoe.fusion.search.candidates._US_PER_LAUNCH", 0.0)
     with fm.disabled(*PRODUCTS):
         plan = both_ways_lenient(experts(), rows(), **inputs())
         assert rules_used(plan) == [FORWARD, BACKWARD]

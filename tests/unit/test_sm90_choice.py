@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks import shapes
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import launch, tuned
-from fusedmoe.kernels.sm90.choice import (
+from fusedmoe.kernels.sm90 import launch
+from fusedmoe.kernels.sm90.tiles import tuned
+from fusedmoe.kernels.sm90.tiles.choice import (
     CANDIDATES,
     EPILOGUE_CYCLES,
     GATHERED,
@@ -25,8 +26,8 @@ from fusedmoe.kernels.sm90.choice import (
     choose,
     cycles,
 )
-from fusedmoe.kernels.sm90.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TileConfig
-from fusedmoe.kernels.sm90.measured import MEASURED
+from fusedmoe.kernels.sm90.tiles.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TileConfig
+from fusedmoe.kernels.sm90.tiles.measured import MEASURED
 
 SMS = 132
 ROWS = (1, 100, 4096, 262_144)

@@ -13,8 +13,8 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.formats import Delayed, Quantizer, fp8_block, fp8_tensor, nvfp4
-from fusedmoe.fusion import candidates
+from fusedmoe.fusion.search import candidates
+from fusedmoe.numerics.formats import Delayed, Quantizer, fp8_block, fp8_tensor, nvfp4
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 T, K, E, H, I = 37, 2, 4, 64, 128  # noqa: E741

@@ -24,17 +24,17 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles 
 import machine_code
 from kept import contents, kept
 
-from fusedmoe.kernels import shipped
-from fusedmoe.kernels.cache_key import key
-from fusedmoe.kernels.compiler import SYMBOL
-from fusedmoe.kernels.sm90.block_scaled import BlockScaled
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
-from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
-from fusedmoe.kernels.sm90.epilogues import Backward, activation, derivative
-from fusedmoe.kernels.sm90.gemm import MATH_WARPGROUPS, Gemm
-from fusedmoe.kernels.sm90.ragged_k import RaggedK
-from fusedmoe.kernels.sm90.ragged_m import RaggedM
-from fusedmoe.kernels.sm90.tiles import RING_STAGES, SLOT
+from fusedmoe.kernels.build import shipped
+from fusedmoe.kernels.build.cache_key import key
+from fusedmoe.kernels.build.compiler import SYMBOL
+from fusedmoe.kernels.sm90.epilogue.outputs import Backward, activation, derivative
+from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaled
+from fusedmoe.kernels.sm90.gemm.common import MATH_WARPGROUPS, Gemm
+from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.gemm.scheduler import RING_STAGES, SLOT
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
+from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 SHIPPED = [
     kernel

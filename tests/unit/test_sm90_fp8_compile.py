@@ -8,13 +8,13 @@ pytest.importorskip("cutlass")
 
 from test_sm90_compile import check_fp8_product
 
-from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, PP_128
-from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
-from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
-from fusedmoe.kernels.sm90.epilogues import PLAIN, Backward, Epilogue, activation, derivative
-from fusedmoe.kernels.sm90.quantized import RowCodes
+from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
+from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, Backward, Epilogue, activation, derivative
+from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
+from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, PP_128
+from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 CODES = RowCodes()
 KINDS = ("swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu")

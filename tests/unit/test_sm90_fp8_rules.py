@@ -14,12 +14,23 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.sm90.fp8 import guard_codes, on_readable_scales
-from fusedmoe.formats import E4M3, E5M2, Delayed, Format, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
-from fusedmoe.fusion.rule import Declined, NothingToDo
+from fusedmoe.builtin_rules.products.fp8 import guard_codes, on_readable_scales
+from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions
-from fusedmoe.recipes import FP8Block, FP8Tensor
+from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.numerics.formats import (
+    E4M3,
+    E5M2,
+    Delayed,
+    Format,
+    Quantizer,
+    ScaleRule,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
+from fusedmoe.numerics.recipes import FP8Block, FP8Tensor
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 H, I = 64, 128  # noqa: E741
@@ -35,8 +46,8 @@ ROWS, WEIGHT = fp8_block(), fp8_block(across=128)
 @pytest.fixture(autouse=True)
 def stand_ins_for_fp8(hopper_machine, monkeypatch):  # noqa: F811
     for name, function in stand_ins.FP8.items():
-        monkeypatch.setattr(block_scaled_functions, name, function)
-    monkeypatch.setattr(block_scaled_k_functions, "bind_block_scaled_wgrad", stand_ins.bind_block_scaled_wgrad)
+        monkeypatch.setattr(scaled_products, name, function)
+    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", stand_ins.bind_block_scaled_wgrad)
 
 
 def experts(act=fm.SwiGLU, *, scale=False, bias=False, hidden=H, width=I, dtype=BF16, options=None, **settings):
@@ -299,7 +310,7 @@ def test_the_sum_over_slots_runs_beside_a_weight_gradient(main_grad, monkeypatch
     assert not plan_of(alone, x).beside  # it is short
     want = gradients(alone, x)
     assert not called("beside")
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    monkeypatch.setattr("fusedmoe.builtin_rules.rows.dispatch.SHORTEST_US", 0.0)
     layer, x = layer_with_a_router(main_grad)
     ((light, carrier, sms),) = plan_of(layer, x).beside
     assert (light, carrier) == ("sm90.router_backward", WGRAD)
@@ -317,7 +328,7 @@ def test_the_sum_over_slots_runs_beside_a_weight_gradient(main_grad, monkeypatch
 
 def test_nothing_runs_beside_a_product_of_copies(monkeypatch):
     """Scales of plain PyTorch are copied, in a launch before the product, which must wait for it."""
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    monkeypatch.setattr("fusedmoe.builtin_rules.rows.dispatch.SHORTEST_US", 0.0)
     for disabled, beside in (((), 1), (("sm90.*quantize*",), 0)):
         with fm.disabled(*disabled):
             layer, x = layer_with_a_router()
@@ -364,13 +375,13 @@ def test_each_rule_may_be_switched_off(which):
 def test_scales_of_both_operands():
     found = []
     good, odd = torch.rand(4, 8).mT[:7], torch.rand(7, 3)
-    assert block_scaled_functions.has_strides(good)
+    assert scaled_products.has_strides(good)
     run = on_readable_scales(lambda *tensors: found.append(tensors), good, odd)
     run("a", good, "b", odd, "others")
     ((a, of_a, b, of_b, others),) = found
     assert (a, b, others) == ("a", "b", "others")
     assert of_a is good
-    assert block_scaled_functions.has_strides(of_b)
+    assert scaled_products.has_strides(of_b)
     assert torch.equal(of_b, odd)
 
     def unchanged(*tensors):

@@ -8,14 +8,14 @@ pytest.importorskip("cutlass")
 
 from test_sm90_compile import check_fp8_product, compile_and_disassemble, tool
 
-from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90.amax_history import IN_FLIGHT, WARPS, UpdateAmaxHistory
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
-from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
-from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES
-from fusedmoe.kernels.sm90.epilogues import PLAIN, activation, derivative
-from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
-from fusedmoe.kernels.sm90.transpose_rows import TransposeRows
+from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.rows.quantize.amax_history import IN_FLIGHT, WARPS, UpdateAmaxHistory
+from fusedmoe.kernels.rows.quantize.transpose_rows import TransposeRows
+from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
+from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
+from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES
 
 KINDS = ("swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu")
 CODES = CodesByExpert()

@@ -10,11 +10,11 @@ pytest.importorskip("cutlass")
 from cutlass import Int32
 from test_sm90_compile import check_fp8_product, report, tool
 
-from fusedmoe.kernels.shipped import shipped
-from fusedmoe.kernels.sm90 import block_scaled, tiles
-from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_128, CO_256, CO_256_TALL, PP_128
-from fusedmoe.kernels.sm90.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
+from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.sm90.gemm import block_scaled, scheduler
+from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_TALL, PP_128
+from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 OUTPUTS = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
 KERNELS = [
@@ -65,7 +65,7 @@ def test_compiles_for_hopper(kernel):
 
 def test_arrivals_that_do_not_wait_for_loads_are_found(monkeypatch):
     """Without `one_after`, both overtook loads on GPUs: kernels hung, or multiplied another tile's operand."""
-    for module in (tiles, block_scaled):
+    for module in (scheduler, block_scaled):
         monkeypatch.setattr(module, "one_after", lambda *values: Int32(1))
     drawn, stage = report(COVERING[0], tool("nvdisasm"), tool("cuobjdump"))[-1]  # not kept: the sources are the same
     for found in (drawn, stage):

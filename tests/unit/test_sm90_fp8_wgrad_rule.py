@@ -9,14 +9,14 @@ from toy import only_plan, outcome, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.sm90.fp8 import on_readable_codes
-from fusedmoe.builtin_rules.sm90.fp8_grouped_wgrad import Fp8GroupedWgrad
-from fusedmoe.formats import E5M2, QuantizedTensor, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
-from fusedmoe.formats.products import grouped_mm_wgrad
-from fusedmoe.kernels import toolkit
-from fusedmoe.kernels.sm90 import block_scaled_k_functions
-from fusedmoe.kernels.sm90.block_scaled_functions import has_strides
-from fusedmoe.recipes import FP8Block
+from fusedmoe.builtin_rules.products.fp8 import on_readable_codes
+from fusedmoe.builtin_rules.products.fp8_wgrad import Fp8GroupedWgrad
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm90 import scaled_wgrad
+from fusedmoe.kernels.sm90.scaled_products import has_strides
+from fusedmoe.kernels.torch.quantized_products import grouped_mm_wgrad
+from fusedmoe.numerics.formats import E5M2, QuantizedTensor, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
+from fusedmoe.numerics.recipes import FP8Block
 
 RULE = "sm90.fp8_grouped_wgrad"
 BF16 = torch.bfloat16
@@ -55,8 +55,8 @@ def bind_block_scaled_wgrad(
 @pytest.fixture(autouse=True)
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, which has one kernel."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr(block_scaled_k_functions, "bind_block_scaled_wgrad", bind_block_scaled_wgrad)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
+    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", bind_block_scaled_wgrad)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     calls.clear()
     with fm.register(Fp8GroupedWgrad):
@@ -169,7 +169,7 @@ DECLINED = {
     "rotated": (Quantizer(BLOCK, hadamard=True), Quantizer(BLOCK, hadamard=True), "grad_output is rotated"),
     "rotated rows": (Quantizer(BLOCK, hadamard=True), BLOCK, "wgrad.input is rotated: expected hadamard=False"),
     "e8m0": (
-        fm.formats.Format("odd", fm.formats.E4M3, (1, 128), ScaleRule.RCEIL), BLOCK,
+        fm.numerics.formats.Format("odd", fm.numerics.formats.E4M3, (1, 128), ScaleRule.RCEIL), BLOCK,
         "no kernel multiplies rows in odd e4m3 1x128 yet: expected fp32 scales",
     ),
     "a gradient with a scale per expert": (

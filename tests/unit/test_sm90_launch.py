@@ -7,8 +7,8 @@ import torch
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import block_scaled_k_functions, functions, launch, one_group, router_functions
-from fusedmoe.kernels.sm90.choice import CO_256_ALONE, PP_192
+from fusedmoe.kernels.sm90 import launch, one_group, products, router, scaled_wgrad
+from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
 
 E, K, N = 4, 64, 96
 BF16 = torch.bfloat16
@@ -50,10 +50,10 @@ def launched(monkeypatch):
         return lambda *arguments: calls.append((compiled_for, arguments))
 
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
-    monkeypatch.setattr(functions, "_ragged_m_kernel", kernel)
-    monkeypatch.setattr(functions, "_ragged_k_kernel", kernel)
-    monkeypatch.setattr(block_scaled_k_functions, "_kernel", kernel)
-    caches = functions._ragged_m_launch, functions._ragged_k_launch, block_scaled_k_functions._launch
+    monkeypatch.setattr(products, "_ragged_m_kernel", kernel)
+    monkeypatch.setattr(products, "_ragged_k_kernel", kernel)
+    monkeypatch.setattr(scaled_wgrad, "_kernel", kernel)
+    caches = products._ragged_m_launch, products._ragged_k_launch, scaled_wgrad._launch
     for cache in caches:
         cache.cache_clear()
     yield calls
@@ -63,14 +63,14 @@ def launched(monkeypatch):
 
 def product(rows=32, weight=None, **settings):
     weight = torch.zeros(E, N, K, dtype=BF16) if weight is None else weight
-    return functions.grouped_gemm(
+    return products.grouped_gemm(
         torch.zeros(rows, K, dtype=BF16), weight, torch.zeros(E, dtype=torch.int32), **settings
     )
 
 
 def wgrad(rows=32, dtype=BF16, **settings):
     dy, x = torch.zeros(rows, N, dtype=BF16), torch.zeros(rows, K, dtype=BF16)
-    return functions.grouped_wgrad(dy, x, torch.zeros(E, dtype=torch.int32), dtype=dtype, **settings)
+    return products.grouped_wgrad(dy, x, torch.zeros(E, dtype=torch.int32), dtype=dtype, **settings)
 
 
 @pytest.mark.parametrize(("run", "found"), [(product, "_ragged_m_launch"), (wgrad, "_ragged_k_launch")])
@@ -79,7 +79,7 @@ def test_what_makes_another_launch(run, found):
     for count, change in enumerate(({}, *changes), 1):
         run(**change)
         run(**change)
-        info = getattr(functions, found).cache_info()
+        info = getattr(products, found).cache_info()
         assert (info.misses, info.hits) == (count, count)
 
 
@@ -105,13 +105,13 @@ def test_the_major_axis_is_that_of_the_weight(launched):
 def test_constants_of_the_activation_are_told_apart(launched):
     x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
     for limit in (7.0, 10.0):
-        functions.grouped_gemm_activation(x, w, offsets, Activation("swiglu", limit, 1.5, 1.0))
+        products.grouped_gemm_activation(x, w, offsets, Activation("swiglu", limit, 1.5, 1.0))
     assert [arguments[CONSTANTS:BIASED] for _, arguments in launched] == [(7.0, 1.5, 1.0), (10.0, 1.5, 1.0)]
 
 
 def test_another_choice_holds_at_once(launched, monkeypatch):
     for config in (PP_192, CO_256_ALONE, PP_192):
-        monkeypatch.setattr(functions, "choose", lambda problem, config=config: config)
+        monkeypatch.setattr(products, "choose", lambda problem, config=config: config)
         product()
         wgrad()
         assert launched[-2][0]["config"] is config
@@ -180,8 +180,8 @@ def test_the_gathered_operand_of_a_weight_gradient(launched, gathered, operand):
     given = {"grad_output": torch.zeros(32, N, dtype=BF16), "x": torch.zeros(32, K, dtype=BF16)}
     given[gathered] = given[gathered][:9]
     offsets, index = torch.zeros(E, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    dw = functions.grouped_wgrad(*given.values(), offsets, gather=index, gathered=gathered)
-    functions.grouped_wgrad(torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16), offsets)
+    dw = products.grouped_wgrad(*given.values(), offsets, gather=index, gathered=gathered)
+    products.grouped_wgrad(torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16), offsets)
     (compiled_for, arguments), (plain, others) = launched
     assert dw.shape == (E, N, K)
     assert (compiled_for["gathered"], plain["gathered"]) == (operand, None)
@@ -199,9 +199,9 @@ def test_an_index_and_its_operand_come_together(launched, index, gathered):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_tensors_are_the_outputs_of_the_forward_epilogue(launched, keep):
-    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogues")
+    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
     x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
-    functions.grouped_gemm_activation(x, w, offsets, Activation("swiglu"), keep_preactivation=keep)
+    products.grouped_gemm_activation(x, w, offsets, Activation("swiglu"), keep_preactivation=keep)
     ((_, arguments),) = launched
     shapes = {epilogues.Preactivation: (32, N), epilogues.Result: (32, N // 2)}
     outputs = epilogues.activation("swiglu", keep=keep).outputs
@@ -211,10 +211,10 @@ def test_the_tensors_are_the_outputs_of_the_forward_epilogue(launched, keep):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_the_tensors_are_the_input_and_the_outputs_of_the_derivative(launched, keep, scaled):
-    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogues")
+    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
     dy, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, K, N, dtype=BF16), torch.zeros(E, dtype=torch.int32)
     p, scale = torch.zeros(32, 2 * N, dtype=BF16), torch.ones(32) if scaled else None
-    _, again, scale_grad = functions.grouped_gemm_activation_backward(
+    _, again, scale_grad = products.grouped_gemm_activation_backward(
         dy, w, offsets, p, Activation("swiglu"), row_scale=scale, want_output=keep, want_row_scale_grad=scaled
     )
     ((_, arguments),) = launched
@@ -230,9 +230,9 @@ def test_the_index_of_gathered_rows_comes_before_the_other_tensors(launched):
     x, w, offsets = torch.zeros(7, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
     p, index = torch.zeros(32, 2 * N, dtype=BF16), torch.zeros(32, dtype=torch.int32)
     swiglu = Activation("swiglu")
-    y = functions.grouped_gemm(x, w, offsets, gather=index)
-    act, kept = functions.grouped_gemm_activation(x, w, offsets, swiglu, gather=index)
-    grad, again, _ = functions.grouped_gemm_activation_backward(x, w.mT, offsets, p, swiglu, gather=index)
+    y = products.grouped_gemm(x, w, offsets, gather=index)
+    act, kept = products.grouped_gemm_activation(x, w, offsets, swiglu, gather=index)
+    grad, again, _ = products.grouped_gemm_activation_backward(x, w.mT, offsets, p, swiglu, gather=index)
     wanted = [(y,), (kept, act), (p, grad, again)]
     for (compiled_for, arguments), tensors in zip(launched, wanted, strict=True):
         assert compiled_for["gather"]
@@ -247,7 +247,7 @@ def test_gathered_rows_are_another_launch(launched):
     product(gather=torch.zeros(32, dtype=torch.int32))
     product()
     assert [compiled_for["gather"] for compiled_for, _ in launched] == [False, True, False]
-    assert functions._ragged_m_launch.cache_info().misses == 2
+    assert products._ragged_m_launch.cache_info().misses == 2
 
 
 @pytest.mark.parametrize(
@@ -270,11 +270,11 @@ def test_gathered_rows_are_less_than_2_gib_apart():
     x = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
     w, offsets = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((E, N, K), (E,)))
     with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
-        functions.grouped_gemm(x, w, offsets, gather=torch.zeros(32, dtype=torch.int32, device="meta"))
+        products.grouped_gemm(x, w, offsets, gather=torch.zeros(32, dtype=torch.int32, device="meta"))
     index = torch.zeros(32, dtype=torch.int32, device="meta")
     for gathered in ("grad_output", "x"):
         with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
-            functions.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)
+            products.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)
 
 
 def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(now, monkeypatch):
@@ -305,7 +305,7 @@ def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(now, mo
 def bind_wgrad(options, beside):
     dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
     offsets = torch.zeros(E, dtype=torch.int32)
-    run = functions.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, None, None, beside)
+    run = products.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, None, None, beside)
     run(dy, x, offsets, None)
 
 
@@ -313,7 +313,7 @@ def bind_fp8_wgrad(options, beside):
     dy, x = (torch.zeros(width, 256, dtype=torch.float8_e4m3fn) for width in (N, K))
     scales = (torch.zeros(2, width).mT for width in (N, K))
     offsets = torch.zeros(E, dtype=torch.int32)
-    run = block_scaled_k_functions.bind_block_scaled_wgrad(dy, x, offsets, 32, BF16, False, options, beside)
+    run = scaled_wgrad.bind_block_scaled_wgrad(dy, x, offsets, 32, BF16, False, options, beside)
     run(dy, next(scales), x, next(scales), offsets)
 
 
@@ -343,11 +343,11 @@ def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launch
 def test_the_products_of_a_router_take_the_counter_of_the_stream(monkeypatch, schedule):
     pytest.importorskip("cutlass")
     calls, options = [], KernelOptions(0, schedule)
-    monkeypatch.setattr(router_functions, "load", lambda kernel: lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(router, "load", lambda kernel: lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(one_group, "_tables", {})
     x, weight, parts = (torch.zeros(shape, dtype=BF16) for shape in ((32, K), (8, K), (32, 24)))
-    router_functions._bind_logits(x, 8, False, options)(x, weight, None)
-    router_functions._bind_exact_wgrad(parts, x, 4, options)(parts, x, torch.zeros(4, dtype=torch.int32), None)
+    router._bind_logits(x, 8, False, options)(x, weight, None)
+    router._bind_exact_wgrad(parts, x, 4, options)(parts, x, torch.zeros(4, dtype=torch.int32), None)
     logits, of_weight = calls
     counter, *_, dynamic = of_weight[4:]
     assert logits[DYNAMIC] == dynamic == (schedule == "dynamic")
@@ -364,7 +364,7 @@ def test_an_exchange_takes_sms_and_leaves_the_tiles(launched):
     like = torch.empty(rows, hidden, **meta), weight, p, torch.empty(rows, device="meta")
     tiles, ctas = [], []
     for options in (KernelOptions(), KernelOptions(exchange_sms=2), KernelOptions(2)):
-        found = functions._ragged_m(
+        found = products._ragged_m(
             "derivative", like[0], weight.mT, Activation("swiglu"), options, None, scale=torch.float32, keep=True
         )
         found.kernel()

@@ -10,7 +10,7 @@ from toy import only_plan, outcome, rules_used, status
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions, one_group
+from fusedmoe.kernels.sm90 import one_group, products
 
 H, I = 32, 16  # noqa: E741  (hidden, intermediate)
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -323,5 +323,5 @@ def test_functions_of_a_plan_bind_once(monkeypatch):
     chain, x = mlp(), rows()
     chain(x)
     for name in stand_ins.BIND:
-        monkeypatch.setattr(functions, name, None)
+        monkeypatch.setattr(products, name, None)
     chain(x)

@@ -9,17 +9,17 @@ from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixt
 
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.narrow import Narrow
-from fusedmoe.kernels.sm90.block_scaled_functions import has_strides, with_strides
-from fusedmoe.kernels.sm90.quantize_functions import bind_quantize_rows, bind_quantize_weight
+from fusedmoe.kernels.rows.quantize.block_functions import bind_quantize_rows, bind_quantize_weight
+from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
 
 pytest.importorskip("cutlass")
 
-from fusedmoe.kernels.sm90.dequantize import Dequantize, DequantizeTransposed
-from fusedmoe.kernels.sm90.gather_codes import ROWS as ROWS_PER_WARP
-from fusedmoe.kernels.sm90.gather_codes import GatherCodes
-from fusedmoe.kernels.sm90.quantize import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
-from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
-from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes
+from fusedmoe.kernels.rows.quantize.blocks import CTAS_PER_SM, STRIP, THREADS, VECTOR, QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.rows.quantize.dequantize import Dequantize, DequantizeTransposed
+from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
+from fusedmoe.kernels.rows.quantize.gather_codes import ROWS as ROWS_PER_WARP
+from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes
+from fusedmoe.kernels.rows.quantize.transpose_codes import TransposeCodes
 
 FORMS = [(True, False), (False, True), (True, True)]
 ROWS = [

@@ -13,9 +13,9 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.formats import E2M1, E4M3, Format, Quantizer, ScaleRule, fp8_block
-from fusedmoe.formats.roles import ROLES
-from fusedmoe.recipes import MXFP8, NVFP4, FP8Block
+from fusedmoe.numerics.formats import E2M1, E4M3, Format, Quantizer, ScaleRule, fp8_block
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, FP8Block
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 H, I = 32, 48  # noqa: E741

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.kernels.sm90 import router_functions as host
+from fusedmoe.kernels.sm90 import router as host
 
 pytest.importorskip("cutlass")
 
 from test_sm90_rows_compile import disassembled, starting
 
-from fusedmoe.kernels.sm90.parts import Parts, SumParts
-from fusedmoe.kernels.sm90.router import Choose, sorting_network
-from fusedmoe.kernels.sm90.router_backward import ChooseBackward
+from fusedmoe.kernels.rows.move.parts import Parts, SumParts
+from fusedmoe.kernels.rows.router.choose import Choose, sorting_network
+from fusedmoe.kernels.rows.router.gradient import ChooseBackward
 
 KERNELS = [
     Choose("topk_softmax", 128, False, None, False, False, 1, False, False, slots=8),
@@ -77,7 +77,7 @@ def test_a_lane_has_the_experts_of_the_smallest_kernel_that_holds_them():
 @pytest.mark.parametrize("chosen", [1, 2, 3, 8, 9, 10, 32])
 @pytest.mark.parametrize("tokens", [1, 31, 4096, 5000, 32768, 1 << 20])
 def test_the_slots_of_a_chunk_fit_the_kernel_that_places_them(tokens, chosen):
-    route = pytest.importorskip("fusedmoe.kernels.sm90.route")
+    route = pytest.importorskip("fusedmoe.kernels.rows.move.route")
     size = host.chunk_tokens(tokens, chosen)
     assert 1 <= size * chosen <= route.CHUNK == host.CHUNK_SLOTS
     assert tokens <= size * max(host.CHUNKS, -(-tokens // min(host.MOST_CHUNK_TOKENS, route.CHUNK // chosen)))

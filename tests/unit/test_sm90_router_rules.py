@@ -11,7 +11,7 @@ from toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.kernels.sm90 import router_functions
+from fusedmoe.kernels.sm90 import router as router_functions
 
 T, K, E, H, I = 37, 3, 8, 32, 16  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -249,7 +249,7 @@ def test_the_sum_over_slots_runs_beside_a_weight_gradient(monkeypatch):
     chain, x = wide_layer(), torch.randn(T, H, dtype=BF16, requires_grad=True)
     assert not only_plan(chain, x).beside  # it is short
     alone = outcome(chain, x)
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    monkeypatch.setattr("fusedmoe.builtin_rules.rows.dispatch.SHORTEST_US", 0.0)
     chain = wide_layer()
     ((light, carrier, sms),) = only_plan(chain, x).beside
     assert (light, carrier) == ("sm90.router_backward", "sm90.gathered_wgrad_x")
@@ -264,7 +264,7 @@ def test_the_sum_over_slots_runs_beside_a_weight_gradient(monkeypatch):
 
 
 def test_nothing_runs_beside_a_product_of_a_copy(monkeypatch):
-    monkeypatch.setattr("fusedmoe.builtin_rules.sm90.dispatch.SHORTEST_US", 0.0)
+    monkeypatch.setattr("fusedmoe.builtin_rules.rows.dispatch.SHORTEST_US", 0.0)
     chain, x = wide_layer(), torch.randn(T, H, dtype=BF16, requires_grad=True)
     dy = torch.randn(H, dtype=BF16).expand(T, H)  # the kernels cannot read it
     with fm.disabled("sm90.gathered_wgrad_x", "sm90.grouped_wgrad"):

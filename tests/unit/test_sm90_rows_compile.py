@@ -10,13 +10,13 @@ import pytest
 import torch
 from kept import contents, kept
 
-from fusedmoe.kernels.cache_key import key
-from fusedmoe.kernels.sm90 import row_functions
+from fusedmoe.kernels.build.cache_key import key
+from fusedmoe.kernels.rows.move import functions
 
 cutlass = pytest.importorskip("cutlass")
 cute = cutlass.cute
 
-from fusedmoe.kernels.sm90.rows import IN_FLIGHT, LANES, VECTOR, ColumnSums, Offsets, ZeroTail  # noqa: E402
+from fusedmoe.kernels.rows.move.offsets import IN_FLIGHT, LANES, VECTOR, ColumnSums, Offsets, ZeroTail  # noqa: E402
 
 KERNELS = [
     Offsets("int32"), Offsets("int64"), ColumnSums("bf16", "bf16"), ColumnSums("fp16", "fp32"), ZeroTail("bf16"),
@@ -99,33 +99,33 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_host_and_kernel_agree_on_the_width_of_a_warp_and_its_rows():
-    assert row_functions.WARP_COLUMNS == LANES * VECTOR
-    assert row_functions.SLICE_UNIT == IN_FLIGHT
+    assert functions.WARP_COLUMNS == LANES * VECTOR
+    assert functions.SLICE_UNIT == IN_FLIGHT
 
 
 @pytest.mark.parametrize("columns", [8, 768, 1408, 2880, 16384])
 @pytest.mark.parametrize("num_rows", [1, 31, 33, 8191, 262_144, 2**31 - 1])
 def test_slices_fill_the_gpu_and_are_no_shorter_than_need_be(num_rows, columns):
-    rows = row_functions.rows_per_slice(num_rows, columns)
-    warps = -(-num_rows // rows) * -(-columns // row_functions.WARP_COLUMNS)
-    assert rows % row_functions.SLICE_UNIT == 0
-    assert rows >= row_functions.LEAST_SLICE_ROWS
-    assert rows == row_functions.LEAST_SLICE_ROWS or warps > row_functions.TARGET_WARPS // 2
-    assert warps <= row_functions.TARGET_WARPS or rows == row_functions.LEAST_SLICE_ROWS
+    rows = functions.rows_per_slice(num_rows, columns)
+    warps = -(-num_rows // rows) * -(-columns // functions.WARP_COLUMNS)
+    assert rows % functions.SLICE_UNIT == 0
+    assert rows >= functions.LEAST_SLICE_ROWS
+    assert rows == functions.LEAST_SLICE_ROWS or warps > functions.TARGET_WARPS // 2
+    assert warps <= functions.TARGET_WARPS or rows == functions.LEAST_SLICE_ROWS
 
 
 @pytest.mark.parametrize(("num_rows", "columns", "experts"), [(0, 16, 3), (5, 0, 3), (5, 16, 0)])
 def test_nothing_is_launched_without_rows_columns_or_experts(num_rows, columns, experts):
     """On the CPU, where a launch would raise."""
     grad = torch.full((num_rows, columns), torch.nan, dtype=torch.bfloat16)
-    sums = row_functions.column_sums(grad, torch.zeros(experts, dtype=torch.int32), torch.float32)
+    sums = functions.column_sums(grad, torch.zeros(experts, dtype=torch.int32), torch.float32)
     assert sums.shape == (experts, columns)
     assert sums.dtype == torch.float32
     assert not sums.any()
 
 
 def test_no_offsets_without_experts_and_zeros_without_rows():
-    assert row_functions.offsets_from_splits(torch.empty(0, dtype=torch.int64), 5).shape == (0,)
-    offsets = row_functions.offsets_from_splits(torch.tensor([3, 4]), 0)
+    assert functions.offsets_from_splits(torch.empty(0, dtype=torch.int64), 5).shape == (0,)
+    offsets = functions.offsets_from_splits(torch.tensor([3, 4]), 0)
     assert offsets.dtype == torch.int32
     assert offsets.tolist() == [0, 0]

@@ -13,10 +13,10 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.sm90 import backend
-from fusedmoe.kernels import toolkit
+from fusedmoe.builtin_rules import requirements
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import functions, router_functions
+from fusedmoe.kernels.sm90 import products, router
 
 E, H, I = 3, 32, 16  # noqa: E741  (experts, hidden, intermediate)
 SPLITS = (5, 0, 7)
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 @pytest.fixture(autouse=True)
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
     for name, function in stand_ins.BIND.items():
-        monkeypatch.setattr(functions, name, function)
+        monkeypatch.setattr(products, name, function)
     for name, function in stand_ins.ROUTER.items():
-        monkeypatch.setattr(router_functions, name, function)
+        monkeypatch.setattr(router, name, function)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     stand_ins.calls.clear()
 
@@ -340,7 +340,7 @@ FP8 = {
     "sm90.fp8_grouped_dgrad_activation", "sm90.fp8_grouped_wgrad", "sm90.dequantized_gemm", "sm90.dequantized_dgrad",
     "sm90.dequantized_wgrad",
 }  # fmt: skip
-BASES = [rule for rule in backend.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
+BASES = [rule for rule in requirements.OnSm90.__subclasses__() if issubclass(rule, fm.FusionRule)]  # of others, too
 EXCHANGE = {
     "sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows",
     "sm90.dgrad_activation_of_arriving_gradients", "sm90.wgrad_beside_exchange",
@@ -383,8 +383,8 @@ def test_mixed_dtypes():
         def dtype(self, value):
             return BF16 if value == "input" else torch.float16
 
-    with pytest.raises(backend.Declined, match=r"^fc.weight is float16, input is bfloat16: expected one dtype$"):
-        backend.check_common(Context(), "input", "fc.weight")
+    with pytest.raises(requirements.Declined, match=r"^fc.weight is float16, input is bfloat16: expected one dtype$"):
+        requirements.check_common(Context(), "input", "fc.weight")
 
 
 def test_odd_widths():
@@ -475,7 +475,7 @@ def test_layers_that_keep_bf16_are_fused_under_any_recipe():
     ],
 )
 def test_another_device(monkeypatch, arch, reason):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: arch)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: arch)
     assert set(declined(experts(bias=True), rows(), **inputs()).values()) == {reason}
     assert called() == []
     with fm.strict():
@@ -507,7 +507,7 @@ def declined_without_running(chain, x, **named):
 def test_a_missing_package(monkeypatch, missing, reason):
     find = importlib.util.find_spec
     monkeypatch.undo()
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in missing else find(name))
     toolkit.missing_packages.cache_clear()
     try:

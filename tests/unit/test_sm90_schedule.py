@@ -10,7 +10,7 @@ pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles"
 import cutlass
 from cutlass import Int32, cute
 
-from fusedmoe.kernels.sm90 import tiles
+from fusedmoe.kernels.sm90.gemm import scheduler
 
 TILE_M = 128
 
@@ -20,12 +20,12 @@ def write_places(
     places: cute.Tensor, counts: cute.Tensor, rows: Int32, tiles_n: Int32, band: Int32, turned: Int32
 ) -> None:
     """Row tile, column tile and whether it is left over, of each cluster's tile and each of its CTAs."""
-    count = tiles.cluster_tiles(rows, tiles_n, TILE_M)
+    count = scheduler.cluster_tiles(rows, tiles_n, TILE_M)
     counts[0] = count
     for local in cutlass.range(count, unroll=1):
         for rank in cutlass.range_constexpr(2):
             row_tiles = (rows + TILE_M - 1) // TILE_M
-            row_tile, column, left_over = tiles.place_pairs(local, row_tiles, tiles_n, band, Int32(rank), turned)
+            row_tile, column, left_over = scheduler.place_pairs(local, row_tiles, tiles_n, band, Int32(rank), turned)
             places[local, rank, 0] = row_tile
             places[local, rank, 1] = column
             places[local, rank, 2] = Int32(left_over)

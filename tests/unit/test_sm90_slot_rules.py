@@ -11,7 +11,7 @@ from toy import only_plan, outcome, rules_used
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.expert_parallel.capacity import RowLimit
-from fusedmoe.kernels.sm90 import functions
+from fusedmoe.kernels.sm90 import products
 
 T, K, E, H, I = 9, 2, 4, 32, 16  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -196,7 +196,7 @@ def test_tokens_without_experts(early):
 
 def test_stand_ins_have_the_signatures_of_the_kernels(monkeypatch):
     monkeypatch.undo()
-    kernels = {name: getattr(functions, name) for name in functions.__all__ if name.startswith("bind_")}
+    kernels = {name: getattr(products, name) for name in products.__all__ if name.startswith("bind_")}
     assert kernels.keys() == stand_ins.BIND.keys()
     for name, kernel in kernels.items():
         assert kernel is not stand_ins.BIND[name]

@@ -3,16 +3,17 @@
 import pytest
 import torch
 
-from fusedmoe.kernels.sm90 import limits, slot_functions
+from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.sm90 import limits
 
 pytest.importorskip("cutlass")
 
 from test_sm90_rows_compile import disassembled, starting
 
-from fusedmoe.kernels.sm90 import slots
-from fusedmoe.kernels.sm90.route import THREADS, Route
-from fusedmoe.kernels.sm90.slots import GatherRows, RowDots, SlotValues, SumSlots
-from fusedmoe.kernels.sm90.sum_on_few_sms import SHARED_BYTES, WARPS, SumOnFewSms
+from fusedmoe.kernels.rows.move import slots
+from fusedmoe.kernels.rows.move.route import THREADS, Route
+from fusedmoe.kernels.rows.move.slots import GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.rows.move.sum_on_few_sms import SHARED_BYTES, WARPS, SumOnFewSms
 
 KERNELS = [
     Route("int64", "fp32", 128, False),

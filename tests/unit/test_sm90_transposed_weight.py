@@ -9,8 +9,8 @@ from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.formats import fp8_block
-from fusedmoe.kernels.sm90 import block_scaled_functions
+from fusedmoe.kernels.sm90 import scaled_products
+from fusedmoe.numerics.formats import fp8_block
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 H, I = 64, 128  # noqa: E741
@@ -48,8 +48,8 @@ def test_codes_are_transposed_right_before_their_product(monkeypatch):
     """Nothing keeps them, and their scales need no copy."""
     copied = []
     monkeypatch.setattr(
-        "fusedmoe.builtin_rules.sm90.fp8.with_strides",
-        lambda scale: (copied.append(tuple(scale.shape)), block_scaled_functions.with_strides(scale))[1],
+        "fusedmoe.builtin_rules.products.fp8.with_strides",
+        lambda scale: (copied.append(tuple(scale.shape)), scaled_products.with_strides(scale))[1],
     )
     chain = experts()
     plan = both_ways(chain, rows(hidden=H), **inputs(scale=False))

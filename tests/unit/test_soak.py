@@ -10,16 +10,16 @@ import pytest
 import torch
 from emulator.gpu import emulated
 
-from fusedmoe.cli import verify as command
-from fusedmoe.errors import InputError
-from fusedmoe.kernels import compiler, toolkit
-from fusedmoe.kernels.shipped import shipped
+from fusedmoe.base.errors import InputError
+from fusedmoe.commands.verify import command as command
+from fusedmoe.commands.verify.soak import direct, results, watch, worker
+from fusedmoe.commands.verify.soak.direct import DIRECT
+from fusedmoe.commands.verify.soak.layers import DISTRIBUTIONS, LAYERS, Layer, rows_per_expert
+from fusedmoe.commands.verify.soak.watch import Soaked, family_of, soak
+from fusedmoe.commands.verify.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
+from fusedmoe.kernels.build import compiler, toolkit
+from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.sm90 import launch
-from fusedmoe.verify.soak import direct, results, watch, worker
-from fusedmoe.verify.soak.direct import DIRECT
-from fusedmoe.verify.soak.layers import DISTRIBUTIONS, LAYERS, Layer, rows_per_expert
-from fusedmoe.verify.soak.watch import Soaked, family_of, soak
-from fusedmoe.verify.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 CPU = torch.device("cpu")

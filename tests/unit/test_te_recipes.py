@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import MXFP8, NVFP4, FP8Block, FP8Tensor, resolve
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, FP8Block, FP8Tensor, resolve
 
 
 class Format(Enum):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fusedmoe as fm
-from fusedmoe.cli import doctor
-from fusedmoe.kernels import toolkit
+from fusedmoe.commands import doctor
+from fusedmoe.kernels.build import toolkit
 
 LIBS = "nvidia-cutlass-dsl-libs-cu{}"
 
@@ -124,8 +124,8 @@ def test_no_dsl(machine):
 @pytest.mark.usefixtures("builtin_rules")
 def test_a_plan_is_not_fused_with_libraries_that_cannot_be_loaded(machine, monkeypatch):
     machine(cu13="4.8.1", driver=12080)
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
-    monkeypatch.setattr("fusedmoe.kernels.toolkit.missing_packages", lambda: ())
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.kernels.build.toolkit.missing_packages", lambda: ())
     chain = fm.Sequential(fm.GroupedLinear(2, 16, 16), fm.SquaredReLU()).bfloat16()
     plan = chain.explain(torch.ones(4, 16, dtype=torch.bfloat16), splits=torch.tensor([1, 3]))
     assert not any(step.rule for step in plan.steps)
@@ -136,7 +136,7 @@ def test_a_plan_is_not_fused_with_libraries_that_cannot_be_loaded(machine, monke
 
 def test_it_imports_no_dsl():
     code = (
-        "import sys; from fusedmoe.kernels import toolkit; toolkit.why_unusable(); "
+        "import sys; from fusedmoe.kernels.build import toolkit; toolkit.why_unusable(); "
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

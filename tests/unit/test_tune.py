@@ -8,13 +8,14 @@ import pytest
 import sm90_stand_ins as stand_ins
 import torch
 
-from fusedmoe.cli import tune as tune_cli
-from fusedmoe.cli.main import main
-from fusedmoe.cli.tune import Gpu, TuneOptions
-from fusedmoe.errors import InputError
-from fusedmoe.kernels import cache
-from fusedmoe.kernels.sm90 import choice, functions, tuned, tuning
-from fusedmoe.kernels.sm90.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
+from fusedmoe.base.errors import InputError
+from fusedmoe.commands import tune as tune_cli
+from fusedmoe.commands.main import main
+from fusedmoe.commands.tune import Gpu, TuneOptions
+from fusedmoe.kernels.build import cache
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.tiles import choice, tuned, tuning
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, PP_128, Problem, by_model, candidates, choose
 
 GPU = Gpu("Some GPU", 132)
 SIZES = {"hidden": 2048, "intermediate": 768, "experts": 128, "rows": 262_144}
@@ -309,7 +310,7 @@ def test_products_of_a_gated_mlp_have_entries_of_their_own():
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 def test_calls_are_those_of_the_products_titles(monkeypatch, activation):
     for name, function in stand_ins.BIND.items():
-        monkeypatch.setattr(functions, name, function)
+        monkeypatch.setattr(products, name, function)
     mlp = tuning.Mlp(64, 32, 4, 100, activation)
     called = []
     for product in tuning.products(mlp, 132):
@@ -330,13 +331,13 @@ def test_gathered_rows_are_those_of_the_tokens(monkeypatch, top_k):
     found = {}
     for name in ("grouped_gemm_activation", "grouped_gemm_activation_backward"):
         monkeypatch.setattr(
-            functions, name, lambda rows, *_, gather, name=name: found.setdefault(name, (rows.shape[0], gather))
+            products, name, lambda rows, *_, gather, name=name: found.setdefault(name, (rows.shape[0], gather))
         )
 
     def wgrad(dy, x, offsets, gather, gathered):
         found.setdefault(gathered, ((dy if gathered == "grad_output" else x).shape[0], gather))
 
-    monkeypatch.setattr(functions, "grouped_wgrad", wgrad)
+    monkeypatch.setattr(products, "grouped_wgrad", wgrad)
     mlp = tuning.Mlp(64, 32, 4, 100, top_k=top_k)
     for product in tuning.products(mlp, 132)[6:]:
         tuning.call_of(mlp, product, "cpu")()
@@ -358,10 +359,10 @@ def test_rows_per_token_are_an_option(monkeypatch):
 
 
 def test_a_forced_configuration_is_what_launches_are_chosen_by():
-    before = functions.choose
+    before = products.choose
     with tuning.forced(CO_256):
-        assert functions.choose(problems()[0]) == CO_256
-        inside = functions.choose
+        assert products.choose(problems()[0]) == CO_256
+        inside = products.choose
     with tuning.forced(CO_256):
-        assert functions.choose is inside, "launches are found again"
-    assert functions.choose is before
+        assert products.choose is inside, "launches are found again"
+    assert products.choose is before

@@ -10,11 +10,22 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.formats import E2M1, E4M3, Delayed, Element, Format, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
-from fusedmoe.fusion.plan import Status
+from fusedmoe.fusion.report.data import Status
 from fusedmoe.integrations import transformer_engine, transformers
+from fusedmoe.numerics.formats import (
+    E2M1,
+    E4M3,
+    Delayed,
+    Element,
+    Format,
+    ScaleRule,
+    fp8_block,
+    fp8_row,
+    fp8_tensor,
+    mxfp8,
+)
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor
 from fusedmoe.ops import LoRADown, LoRAUp
-from fusedmoe.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor
 
 NAN, INF = math.nan, math.inf
 NO_INTEGERS = [0, -1, True, 1.5, 2.0, NAN, "7", None, [2], torch.tensor(2), np.float32(2), np.bool_(True)]
@@ -280,7 +291,7 @@ def test_the_parts_of_a_layer_stay_modules(name):
 
 
 def test_every_derived_value_has_a_reserved_name():
-    from fusedmoe.checks import reserved
+    from fusedmoe.base.checks import reserved
     from fusedmoe.ops.derived import DERIVED
 
     assert len(DERIVED) >= 3

@@ -9,18 +9,18 @@ import sm100_stand_ins
 import torch
 
 import fusedmoe as fm
-from fusedmoe.cli import verify as command
-from fusedmoe.cli.main import main
-from fusedmoe.kernels import toolkit
-from fusedmoe.kernels.sm90 import block_scaled_functions, block_scaled_k_functions, functions, router_functions
+from fusedmoe.commands.main import main
+from fusedmoe.commands.verify import command as command
+from fusedmoe.commands.verify import rules as whole
+from fusedmoe.commands.verify.calls import make_call
+from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
+from fusedmoe.commands.verify.checks import Effort, run_case
+from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu
+from fusedmoe.commands.verify.memory import poisoned_memory
+from fusedmoe.commands.verify.rules import verify
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm90 import products, router, scaled_products, scaled_wgrad
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
-from fusedmoe.verify import rules as whole
-from fusedmoe.verify.calls import make_call
-from fusedmoe.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.verify.checks import Effort, run_case
-from fusedmoe.verify.machine import Gpu, NoGpuError, find_gpu
-from fusedmoe.verify.memory import poisoned_memory
-from fusedmoe.verify.rules import verify
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 SMALL = Sizes(hidden=128, intermediate=128, shared=128)
@@ -65,11 +65,11 @@ def small(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
     for module, stand_ins in (
-        (functions, sm90_stand_ins.BIND), (router_functions, sm90_stand_ins.ROUTER),
-        (block_scaled_functions, sm90_stand_ins.FP8),
-        (block_scaled_k_functions, {"bind_block_scaled_wgrad": sm90_stand_ins.bind_block_scaled_wgrad}),
+        (products, sm90_stand_ins.BIND), (router, sm90_stand_ins.ROUTER),
+        (scaled_products, sm90_stand_ins.FP8),
+        (scaled_wgrad, {"bind_block_scaled_wgrad": sm90_stand_ins.bind_block_scaled_wgrad}),
     ):  # fmt: skip
         for name, function in stand_ins.items():
             monkeypatch.setattr(module, name, function)
@@ -80,13 +80,13 @@ def hopper(monkeypatch):
 
 @pytest.fixture
 def blackwell(monkeypatch):
-    monkeypatch.setattr("fusedmoe.fusion.plans.arch_of", lambda device: 100)
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
     for name, function in sm100_stand_ins.GROUPED.items():
         monkeypatch.setattr(grouped, name, function)
     for name, function in sm100_stand_ins.GROUPED_NVFP4.items():
         monkeypatch.setattr(grouped_nvfp4, name, function)
     for name, function in sm90_stand_ins.BIND.items():  # those of the kernels that sort, move and sum rows
-        monkeypatch.setattr(functions, name, function)
+        monkeypatch.setattr(products, name, function)
     for name, function in sm100_stand_ins.QUANTIZE.items():
         monkeypatch.setattr(quantize_functions, name, function)
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
@@ -263,7 +263,7 @@ def failure(capsys, machine, case):
 
 
 def test_a_few_percent_of_error(hopper, capsys, monkeypatch):
-    changed(monkeypatch, functions, "bind_grouped_wgrad", of_first(lambda t, count: t * 1.03))
+    changed(monkeypatch, products, "bind_grouped_wgrad", of_first(lambda t, count: t * 1.03))
     (first, second) = failure(capsys, hopper, EXPERTS)
     assert "0.weight: relative error 0.03" in first
     assert "against plain PyTorch, bound 0.015 (sm90.grouped_wgrad)" in first
@@ -271,7 +271,7 @@ def test_a_few_percent_of_error(hopper, capsys, monkeypatch):
 
 
 def test_zeros_do_not_pass(hopper, capsys, monkeypatch):
-    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(lambda t, count: t * 0))
+    changed(monkeypatch, products, "bind_grouped_gemm", of_first(lambda t, count: t * 0))
     assert "y: relative error 1 against" in failure(capsys, hopper, EXPERTS)[0]
 
 
@@ -280,7 +280,7 @@ def test_one_wrong_row_among_many(hopper, capsys, monkeypatch):
         t[7] = 0
         return t
 
-    changed(monkeypatch, block_scaled_functions, "bind_block_scaled_gemm", of_first(spoil))
+    changed(monkeypatch, scaled_products, "bind_block_scaled_gemm", of_first(spoil))
     many = Case("experts", "fp8_block", Layout("many rows", (600, 0)))
     lines = failure(capsys, hopper, many)
     assert any("y: 1 rows have a relative error above 0.5" in line for line in lines)
@@ -292,7 +292,7 @@ def test_a_tail_that_is_not_zeroed(hopper, capsys, monkeypatch):
         t[sum(LAYOUT.splits) :] = 1
         return t
 
-    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(leave))
+    changed(monkeypatch, products, "bind_grouped_gemm", of_first(leave))
     lines = failure(capsys, hopper, EXPERTS)
     assert "y: the rows without an expert are not zeros (sm90.grouped_gemm" in lines[0]
 
@@ -302,12 +302,12 @@ def test_memory_that_is_not_written(hopper, capsys, monkeypatch):
         t[1] = torch.empty_like(t)[1]
         return t
 
-    changed(monkeypatch, functions, "bind_grouped_gemm", of_first(forget))
+    changed(monkeypatch, products, "bind_grouped_gemm", of_first(forget))
     assert "relative error inf" in failure(capsys, hopper, EXPERTS)[0]
 
 
 def test_bits_that_differ_between_repeats(hopper, capsys, monkeypatch):
-    changed(monkeypatch, functions, "bind_grouped_wgrad", of_first(lambda t, count: t * (1 + count % 3 / 128)))
+    changed(monkeypatch, products, "bind_grouped_wgrad", of_first(lambda t, count: t * (1 + count % 3 / 128)))
     lines = failure(capsys, hopper, EXPERTS)
     assert any("of 2 repeats differ (sm90.grouped_wgrad)" in line for line in lines)
 
@@ -316,7 +316,7 @@ def test_a_kernel_that_raises(hopper, capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("CUDA error: an illegal instruction")
 
-    monkeypatch.setattr(functions, "bind_grouped_wgrad", fail)
+    monkeypatch.setattr(products, "bind_grouped_wgrad", fail)
     (line,) = failure(capsys, hopper, EXPERTS)
     assert "RuntimeError: CUDA error: an illegal instruction (sm90.grouped_wgrad)" in line
 
@@ -555,7 +555,7 @@ def test_the_gpu_that_is_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr("fusedmoe.verify.machine.arch_of", lambda device: 90)
+    monkeypatch.setattr("fusedmoe.commands.verify.machine.arch_of", lambda device: 90)
     monkeypatch.setattr("shutil.which", lambda name: None)
     found = find_gpu()
     assert isinstance(found, Gpu)
@@ -568,7 +568,7 @@ def test_the_gpu_that_is_found(monkeypatch):
 def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
     call = make_call(EXPERTS, SMALL, torch.device("cpu"))
     call.grad_output.zero_()
-    monkeypatch.setattr("fusedmoe.verify.checks.make_call", lambda *args: call)
+    monkeypatch.setattr("fusedmoe.commands.verify.checks.make_call", lambda *args: call)
     problems = run_case(EXPERTS, SMALL, hopper, FAST).found.problems
     assert "0.weight: the expected result is zeros, so zeros would pass" in problems
 

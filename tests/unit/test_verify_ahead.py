@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmoe.kernels import compiler
-from fusedmoe.verify import rules
-from fusedmoe.verify.ahead import compile_ahead, one_per_layout
-from fusedmoe.verify.cases import LAYOUTS, Case, Sizes, cases_for
-from fusedmoe.verify.checks import Effort, Found, Outcome
+from fusedmoe.commands.verify import rules
+from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
+from fusedmoe.commands.verify.cases import LAYOUTS, Case, Sizes, cases_for
+from fusedmoe.commands.verify.checks import Effort, Found, Outcome
+from fusedmoe.kernels.build import compiler
 
 CPU = torch.device("cpu")
 CASES = [Case("experts", recipe, layout) for recipe in ("bf16", "fp16", "fp8_block") for layout in LAYOUTS[:2]]

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.formats import Delayed
-from fusedmoe.recipes import FP8Tensor
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
 
 E, H, I = 3, 64, 32  # noqa: E741
 SPLITS = torch.tensor([12, 0, 16])

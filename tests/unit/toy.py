@@ -8,7 +8,7 @@ with a guard, at another cost.
 import torch
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import FusionRule, Step
+from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad, grouped_mm_wgrad
 from fusedmoe.ops import Dgrad, DScale, DSwiGLU, GeGLU, GroupedLinear, Scale, ScaleGrad, SwiGLU, Wgrad
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import fusedmoe as fm
-from fusedmoe.fusion.plan import Explanation
-from fusedmoe.moe import Routing
+from fusedmoe.fusion.report.data import Explanation
+from fusedmoe.layers.moe import Routing
 
 
 def calls_of_a_layer(moe: fm.MoE, x: Tensor, flag: bool) -> None:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 import fusedmoe as fm
-from fusedmoe.fusion.rule import Bind
+from fusedmoe.fusion.language.rule import Bind
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad
 from fusedmoe_softcap.op import DSoftcap, Softcap

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import activation_of
-from fusedmoe.formats import QuantizedSpec
-from fusedmoe.formats.packed import can_pack
-from fusedmoe.fusion.rule import NothingToDo, PlanContext, require
-from fusedmoe.kernels import toolkit
+from fusedmoe.builtin_rules.requirements import activation_of
+from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
+from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats.packed import can_pack
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.formats import Quantizer
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.formats import Quantizer
     from fusedmoe.ops.op import Op
 
 MOST_EXPERTS = 1024

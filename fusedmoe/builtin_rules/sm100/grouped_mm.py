@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm90.backend import Run, decline, require_plain
+from fusedmoe.builtin_rules.requirements import Run, decline, require_plain
 from fusedmoe.builtin_rules.sm100.backend import OnSm100, name_of
-from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
-from fusedmoe.kernels.sm90 import functions, limits
+from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 
@@ -84,7 +84,7 @@ def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
     require_plain("the rows", rows)
     require_plain("the weight", matrices)
     like = rows.new_empty(rows.shape[0], matrices.shape[2])
-    zero_tail = functions.bind_zero_tail(like, offsets)
+    zero_tail = products.bind_zero_tail(like, offsets)
     return lambda rows, matrices, offsets: zero_tail(
         grouped_gemm.grouped_mm_without_tail(rows, matrices, offsets), offsets
     )

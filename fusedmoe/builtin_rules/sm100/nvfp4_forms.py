@@ -1,7 +1,7 @@
 """The packed forms of rows and weights in NVFP4.
 
 Of rows, `fusedmoe.kernels.sm100.quantize_nvfp4` writes them. Of weights, the kernels of
-`fusedmoe.builtin_rules.sm90.narrow_forms` write codes and scales, which plain PyTorch puts in the packed layout.
+`fusedmoe.builtin_rules.rows.narrow_forms` write codes and scales, which plain PyTorch puts in the packed layout.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.sm90.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
-from fusedmoe.formats.casts import random_bytes
-from fusedmoe.formats.groups import PACKED_ROWS, padded_rows
-from fusedmoe.formats.packed import PACKED_FEATURES, interleave
-from fusedmoe.formats.swizzle import swizzle
+from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
 from fusedmoe.kernels.sm100 import quantize_functions
+from fusedmoe.numerics.formats.casts import random_bytes
+from fusedmoe.numerics.formats.groups import PACKED_ROWS, padded_rows
+from fusedmoe.numerics.formats.packed import PACKED_FEATURES, interleave
+from fusedmoe.numerics.formats.swizzle import swizzle
 
 if TYPE_CHECKING:
-    from fusedmoe.builtin_rules.sm90.narrow_forms import Forms
-    from fusedmoe.formats import Quantizer
+    from fusedmoe.builtin_rules.rows.narrow_forms import Forms
+    from fusedmoe.numerics.formats import Quantizer
 
 
 def launches_of(quantizer: Quantizer, forms: int = 2) -> int:
@@ -47,8 +47,8 @@ def bind_packed_forms(
 ) -> Callable[..., Forms]:
     """Return a function of ``(x, offsets, index)`` that returns codes, scale and tensor scale of each packed form.
 
-    Rounded to nearest, they have the bits of `fusedmoe.formats.packed.quantize_packed`. With ``packed``, ``x`` has
-    packed rows, and ``offsets`` their ends. The other arguments are those of
+    Rounded to nearest, they have the bits of `fusedmoe.numerics.formats.packed.quantize_packed`. With ``packed``, ``x``
+    has packed rows, and ``offsets`` their ends. The other arguments are those of
     `fusedmoe.kernels.sm100.quantize_functions.bind_quantize_packed_nvfp4`.
     """
     if not (rows or columns):
@@ -83,7 +83,7 @@ def bind_packed_weight_forms(
 ) -> Callable[[Tensor], Forms]:
     """Return a function of a weight that returns codes, scale and tensor scale of its packed forms along these axes.
 
-    They have the bits of `fusedmoe.formats.packed.quantize_packed`.
+    They have the bits of `fusedmoe.numerics.formats.packed.quantize_packed`.
     """
     quantize = bind_weight_forms(weight_ENK, quantizer, axes)
     across, _ = quantizer.format.block

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms, extra_bytes, launches_of
-from fusedmoe.formats import E2M1, QuantizedSpec
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4
+from fusedmoe.numerics.formats import E2M1, QuantizedSpec
 
 if TYPE_CHECKING:
-    from fusedmoe.formats import Quantizer
-    from fusedmoe.fusion.rule import PlanContext
+    from fusedmoe.fusion.language.rule import PlanContext
     from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.formats import Quantizer
 
 ByAxis = dict[int, tuple[Tensor, ...]]
 """Forms of a result: by rows, -1, and by columns, -2."""

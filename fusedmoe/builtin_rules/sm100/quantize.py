@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm90.backend import (
+from fusedmoe.builtin_rules.requirements import (
     Run,
     ThroughIndex,
     guard_gradient,
@@ -27,10 +27,10 @@ from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     extra_bytes,
     launches_of,
 )
-from fusedmoe.formats import E2M1
-from fusedmoe.formats.packed import PACKED_FEATURES, Packed, PackedTensor
-from fusedmoe.fusion.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
+from fusedmoe.numerics.formats import E2M1
+from fusedmoe.numerics.formats.packed import PACKED_FEATURES, Packed, PackedTensor
 from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from fusedmoe.formats import Quantizer
-    from fusedmoe.ops.amax_state import Step as DelayedStep
+    from fusedmoe.numerics.formats import Quantizer
+    from fusedmoe.ops.state.amax import Step as DelayedStep
 
 
 class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forward"):

@@ -4,11 +4,11 @@ product: they sort and move rows, apply activations to them, sum them, and deriv
 
 from __future__ import annotations
 
-from fusedmoe.builtin_rules.sm90 import dispatch
-from fusedmoe.builtin_rules.sm90.activation import ActivationRule, DActivationRule
-from fusedmoe.builtin_rules.sm90.column_sums import ColumnSums
-from fusedmoe.builtin_rules.sm90.linear import LinearColumnSums
-from fusedmoe.builtin_rules.sm90.offsets_from_splits import OffsetsFromSplits
+from fusedmoe.builtin_rules.products.linear import LinearColumnSums
+from fusedmoe.builtin_rules.rows import dispatch
+from fusedmoe.builtin_rules.rows.activation import ActivationRule, DActivationRule
+from fusedmoe.builtin_rules.rows.column_sums import ColumnSums
+from fusedmoe.builtin_rules.rows.offsets import OffsetsFromSplits
 from fusedmoe.builtin_rules.sm100.backend import OnSm100
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fusedmoe.lasting import is_capturing, lasting
+from fusedmoe.base.lasting import is_capturing, lasting
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation

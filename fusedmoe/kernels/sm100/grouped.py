@@ -1,8 +1,8 @@
 """NVIDIA's grouped products of MXFP8 operands for Blackwell, as functions of torch tensors.
 
 The kernels are those of ``nvidia-cudnn-frontend``, ``cudnn.gemm.cutedsl.grouped``. No call waits for the device. All
-operands have the layout of `fusedmoe.formats.packed`. ``ends_E``, int32, are the ends of the experts' packed rows: the
-kernels do not check that they are multiples of 256, and compute wrong results otherwise.
+operands have the layout of `fusedmoe.numerics.formats.packed`. ``ends_E``, int32, are the ends of the experts' packed
+rows: the kernels do not check that they are multiples of 256, and compute wrong results otherwise.
 
 Axes: P packed rows, E experts, N output and K input features of a product, I intermediate features.
 """

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from fusedmoe import changes
-from fusedmoe.extras import install_command
-from fusedmoe.kernels import cache
-from fusedmoe.target import arch_of
+from fusedmoe.base import changes
+from fusedmoe.base.extras import install_command
+from fusedmoe.base.target import arch_of
+from fusedmoe.kernels.build import cache
 from fusedmoe.version import __version__
 
 ARCHITECTURES = (100, 103)

@@ -1,12 +1,12 @@
 """Kernels that quantize to MXFP8 for Blackwell's grouped products: by rows, by columns, or both, in one read.
 
 The scales are in the layout that the tensor cores read, in tiles of 128 lines x 4 blocks; see
-`fusedmoe.formats.swizzle`.
+`fusedmoe.numerics.formats.swizzle`.
 
 A CTA has 128 rows and 128 features. These are one tile of scales by rows, and one of scales by columns. Its threads
-load as in `sm90/quantize.py`: a thread has 8 rows and 8 features, in registers, for both forms. The blocks by rows have
-the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest magnitudes
-through shared memory. There the tiles of scales are put together too, and a warp writes each.
+load as in `rows/quantize/blocks.py`: a thread has 8 rows and 8 features, in registers, for both forms. The blocks by
+rows have the features of 4 lanes. The blocks by columns have the rows of two warps, which exchange their largest
+magnitudes through shared memory. There the tiles of scales are put together too, and a warp writes each.
 
 `QuantizePacked`: rows that are *packed*: each expert's rows are followed by zeros up to a multiple of 256. Each warp
 finds its rows in ``offsets``. A CTA that comes after the last expert's rows writes nothing. Padding needs no code of
@@ -29,15 +29,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.codes import (
-    CODES,
-    FINITE_BIAS,
-    finite_amax,
-    fp32_pair,
-    max_of_pairs,
-)
-from fusedmoe.kernels.sm90.quantize import BLOCK as TILE
-from fusedmoe.kernels.sm90.quantize import (
+from fusedmoe.kernels.device.codes import CODES, FINITE_BIAS, finite_amax, fp32_pair, max_of_pairs
+from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.rows.quantize.blocks import BLOCK as TILE
+from fusedmoe.kernels.rows.quantize.blocks import (
     CTAS_PER_SM,
     GROUPS,
     STRIP,
@@ -54,8 +49,7 @@ from fusedmoe.kernels.sm90.quantize import (
     transpose,
     write_columns,
 )
-from fusedmoe.kernels.sm90.quantize_formats import e8m0_encode
-from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.rows.quantize.formats import e8m0_encode
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILES = PACKING // TILE
@@ -77,11 +71,6 @@ class _Tiles(WarpKernel):
     halves: bool  # whether features, or the rows of a weight, are [gate | up], which become blocks of 32 in turn
     rows: bool  # whether there are codes by rows
     columns: bool  # whether there are codes by columns
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        of_sm90 = ("codes", "quantize", "quantize_formats")
-        return *super().sources, *(f"fusedmoe.kernels.sm90.{name}" for name in of_sm90)
 
     @property
     def _suffix(self) -> str:

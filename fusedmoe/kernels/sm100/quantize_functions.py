@@ -11,12 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.compiler import load
+from fusedmoe.base.lasting import unread
+from fusedmoe.base.target import kernel_arch
+from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.narrow import Narrow
-from fusedmoe.kernels.sm90.row_functions import NAMES
-from fusedmoe.kernels.torch.rows import padded_rows
-from fusedmoe.lasting import unread
-from fusedmoe.target import kernel_arch
+from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.numerics.expert_rows import padded_rows
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILE = 128
@@ -118,7 +118,7 @@ def bind_quantize_packed_nvfp4(
     x, offsets_E, index_R, halves
         As of `bind_quantize_packed`; K is a multiple of 128.
     rotated
-        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.formats.hadamard` does.
+        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.numerics.formats.hadamard` does.
     stochastic
         Round by random bits.
     packed

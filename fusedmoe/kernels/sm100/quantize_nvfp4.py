@@ -1,9 +1,9 @@
 """A kernel that quantizes packed rows to NVFP4 for Blackwell's grouped products: by rows, by columns, or both.
 
-It has the codes of `fusedmoe.kernels.sm90.quantize_formats`, at the places of packed rows: each expert's rows are
+It has the codes of `fusedmoe.kernels.rows.quantize.formats`, at the places of packed rows: each expert's rows are
 followed by zeros up to a multiple of 256. A CTA has 128 packed rows and 128 features. These are two tiles of scales by
-rows, and two by columns, in the layout that the tensor cores read; see `fusedmoe.formats.swizzle`. A CTA that comes
-after the last expert's rows writes nothing.
+rows, and two by columns, in the layout that the tensor cores read; see `fusedmoe.numerics.formats.swizzle`. A CTA that
+comes after the last expert's rows writes nothing.
 
 It uses no instruction that Hopper lacks, and runs there too.
 
@@ -18,10 +18,10 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.sm90.quantize import BLOCK as TILE
-from fusedmoe.kernels.sm90.quantize import GROUPS, largest_magnitudes, load_tile, rows_of_tile
-from fusedmoe.kernels.sm90.quantize_formats import QuantizeFormat
-from fusedmoe.kernels.sm90.warps import LANES, VECTOR
+from fusedmoe.kernels.device.warps import LANES, VECTOR
+from fusedmoe.kernels.rows.quantize.blocks import BLOCK as TILE
+from fusedmoe.kernels.rows.quantize.blocks import GROUPS, largest_magnitudes, load_tile, rows_of_tile
+from fusedmoe.kernels.rows.quantize.formats import QuantizeFormat
 from fusedmoe.kernels.sm100.quantize import PACKING, TILES, source_of
 
 BLOCKS = 4  # of a line in a tile of scales
@@ -39,11 +39,6 @@ class QuantizePackedFormat(QuantizeFormat):
     @property
     def symbol(self) -> str:
         return super().symbol.replace("quantize_format", "quantize_packed_format") + "_halves" * self.halves
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        of_parents = "fusedmoe.kernels.sm90.quantize_formats", "fusedmoe.kernels.sm100.quantize"
-        return *super().sources, *of_parents
 
     @cute.kernel
     def kernel(

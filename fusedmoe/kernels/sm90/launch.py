@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.sm90.choice import Problem, band
-from fusedmoe.lasting import lasting, unread
+from fusedmoe.base.lasting import lasting, unread
+from fusedmoe.kernels.sm90.tiles.choice import Problem, band
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import KernelOptions, Schedule
-    from fusedmoe.kernels.sm90.config import TileConfig
+    from fusedmoe.kernels.sm90.tiles.config import TileConfig
 
 
 class CompiledIn(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fusedmoe.kernels.sm90.config import ALIGNMENT_BYTES, ELEMENT_BYTES, SCALE_BLOCK
+from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, ELEMENT_BYTES, SCALE_BLOCK
 
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
@@ -91,7 +91,7 @@ def why_not_fp8_blocks(
     rule: str,
     what: str = "quantizes to",
 ) -> str | None:
-    """A `fusedmoe.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
+    """A `fusedmoe.numerics.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
 
     A size of (None, None) means one scale per expert.
     ``what`` is the kernels' use of the format, in the reason.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fusedmoe.lasting import is_capturing, lasting
+from fusedmoe.base.lasting import is_capturing, lasting
 
 _TABLE_ROWS = 1 << 18  # a table takes 1 MiB; where there are more rows, a launch that fills one number takes no time
 

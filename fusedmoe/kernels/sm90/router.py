@@ -1,527 +1,387 @@
-"""The kernel that chooses experts from logits. Its sums have a fixed order: no float is added atomically.
+"""The router's kernels as functions of torch tensors. No call waits for the device, except the first one on a device,
+which makes the tile counters.
 
-`Choose`: from the logits, the chosen experts and their weights, the rows per expert of each chunk of tokens, and the
-column sums that losses need. A warp takes a token at a time. A lane has the logits of neighbouring experts in
-registers, sorted once. K times, the warp takes the largest head of the lanes' lists, of the lowest lane that has it. So
-ties go to the lowest id. A NaN ranks above infinity. Scores are compared by their logits unless a correction or a sum
-of scores decides, because two logits may have one rounded score.
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Tokens and
+router weight have unit stride in H, a multiple of 8. All other tensors are contiguous. `limits` checks these
+constraints.
 
-Its instructions take more time than its loads. So a lane keeps its ids in four bits each, and the weights are computed
-with one slot per lane: for K up to 8, those of four tokens at once.
+A gradient of logits consists of bf16 *parts*, side by side: the nearest bf16 value, the nearest one to what is left,
+and so on. Two parts have 16 bits of precision, which suits results in bf16. Three have the 24 bits of fp32; the
+gradient of an fp32 weight needs them. A block of columns has one part, and zeros after its E columns up to a multiple
+of 8.
 
-Axes: T tokens, K chosen experts per token, E experts, P parts of the weight.
+Axes: T tokens, K chosen experts per token, E experts, H hidden, P blocks of parts, G groups of tokens.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-import cutlass
-import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
-from cutlass.memory import SmemAllocator
+import torch
+from torch import Tensor
 
-from fusedmoe.kernels.sm90.warps import ELEMENTS, LANES, WarpKernel, fake_vector
+from fusedmoe.base.lasting import unread
+from fusedmoe.kernels.build.compiler import load
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.rows.move.slot_functions import bind_route, count_pitch
+from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
+from fusedmoe.kernels.sm90.limits import LANES, UNIT
+from fusedmoe.kernels.sm90.one_group import bind_offsets
+from fusedmoe.kernels.sm90.products import bind_grouped_gemm, bind_grouped_wgrad
+from fusedmoe.kernels.sm90.tiles.choice import Problem
+from fusedmoe.kernels.sm90.tiles.config import TileConfig
 
-QUAD = 4  # fp32 values per load
-LEAST = -(2**31)  # ranks below every value: experts that do not exist, or are taken
-LEFT_OUT = LEAST + 1  # experts of the groups that are left out
-NAN_KEY = 2**31 - 1
-FAR = 2**31 - 1  # above every id
-PLACE_BITS = 4  # of an expert's place in its lane
-EPS = 1e-20  # of the normalisation
-
-
-def fake_experts(rows: Any, columns: Any, unit: int) -> Any:
-    """An fp32 matrix whose pitch is a multiple of ``unit``, for the compiler."""
-    strides = (cute.sym_int64(divisibility=unit), 1)
-    return cute.runtime.make_fake_tensor(Float32, (rows, columns), strides, assumed_align=16)
-
-
-def sorting_network(n: int) -> list[tuple[int, int]]:
-    """Pairs to compare and swap, in order, that sort n values; n is a power of two (Batcher's odd-even mergesort)."""
-    pairs, p = [], 1
-    while p < n:
-        k = p
-        while k >= 1:
-            for j in range(k % p, n - k, 2 * k):
-                pairs += [(i, i + k) for i in range(j, min(j + k, n - k)) if i // (2 * p) == (i + k) // (2 * p)]
-            k //= 2
-        p *= 2
-    return pairs
-
-
-@cute.jit
-def keys_of(values):
-    """Integers in the order of fp32 values: a NaN above all others, -0 equal to 0.
-
-    The sum with zero is zero for both zeros. It has the bits of `NAN_KEY` for every NaN.
-    """
-    n: cutlass.Constexpr[int] = cute.size(values)
-    keys = cute.make_rmem_tensor((n,), Int32)
-    cleared = cute.make_rmem_tensor((n,), Float32)
-    for i in cutlass.range_constexpr(n):
-        cleared[i] = values[i] + Float32(0.0)
-    bits = cute.recast_tensor(cleared, Int32)
-    for i in cutlass.range_constexpr(n):
-        keys[i] = bits[i] ^ ((bits[i] >> 31) & NAN_KEY)
-    return keys
-
-
-@cute.jit
-def value_of(key):
-    """The fp32 value of a key."""
-    bits = cute.make_rmem_tensor((1,), Int32)
-    bits[0] = key ^ ((key >> 31) & NAN_KEY)
-    return cute.recast_tensor(bits, Float32)[0]
-
-
-def largest(key: Any) -> Any:
-    """The largest of the lanes' integers."""
-    return cute.arch.warp_redux_sync(key, "max")
-
-
-def smallest(number: Any) -> Any:
-    """The smallest of the lanes' integers."""
-    return cute.arch.warp_redux_sync(number, "min")
-
-
-def total_of(value: Any) -> Any:
-    """The sum of the lanes' values, in a fixed order."""
-    return cute.arch.warp_reduction_sum(value)
-
-
-def sigmoid(x: Any) -> Any:
-    """``1 / (1 + exp(-x))``, without approximations."""
-    return Float32(1.0) / (Float32(1.0) + cute.math.exp(-x))
+QUAD = 4  # fp32 values in 16 bytes
+CHUNK_SLOTS = 2048  # at most, in a chunk of `Route`
+MOST_CHUNK_TOKENS = 256
+LEAST_CHUNK_TOKENS = 32
+FEW_SLOTS = 8  # of a token: then a warp computes the weights of four tokens at once
+CHUNKS = 128  # about one per SM
+BACKWARD_TOKENS = 32  # per CTA
+GROUP_UNIT = 64  # rows of a tile of the contraction
+TILES = 132  # of a weight's gradient: one per SM; two write and read twice as many sums, and take a quarter longer
+LOGIT_TILES = tuple(TileConfig(128, width, 2, 1, pingpong=False) for width in (64, 128, 192))
+WGRAD_COLUMNS = 192  # of a tile of a weight's gradient
+WGRAD_TILE = TileConfig(128, 128, 2, 1, pingpong=False)
 
 
 @dataclass(frozen=True)
-class OfTokens(WarpKernel):
-    """A kernel whose warps take tokens one by one; a lane has ``per_lane`` neighbouring experts. Of the slots of
-    ``at_once`` tokens together, a lane has one.
+class Choice:
+    """How a router turns logits into experts and weights: its settings, see `fusedmoe.Router`."""
+
+    score: str
+    top_k: int
+    renormalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    corrected: bool = False  # whether there is a balance bias
+
+    @property
+    def formula(self) -> tuple[str, bool]:
+        """Score and renormalisation that give the same weights in the fewest operations.
+
+        A softmax that is renormalised over the chosen experts is the softmax of their logits. This does not hold if a
+        correction chooses experts whose scores are tiny: the sum of their scores has an addend, 1e-20.
+        """
+        if self.score == "softmax" and self.renormalize and not self.corrected:
+            return "topk_softmax", False
+        return self.score, self.renormalize and self.score != "topk_softmax"
+
+
+class Routed(NamedTuple):
+    """The results of a router's kernels. ``sums`` (E + 1,): of the probabilities, and of the squared logsumexp."""
+
+    expert_index: Tensor
+    expert_weight: Tensor
+    logits: Tensor
+    counts: Tensor
+    sums: Tensor | None
+
+
+def chunk_tokens(tokens: int, chosen: int) -> int:
+    """Return the tokens of a chunk: few enough that the chunks occupy a GPU, and that `Route` can place its slots."""
+    by_size = -(-tokens // CHUNKS // LEAST_CHUNK_TOKENS) * LEAST_CHUNK_TOKENS
+    return min(max(by_size, LEAST_CHUNK_TOKENS), MOST_CHUNK_TOKENS, CHUNK_SLOTS // chosen)
+
+
+def slots_at_once(chosen: int) -> int:
+    """Return the maximum number of slots of a token of the kernel that serves this number of slots."""
+    return FEW_SLOTS if chosen <= FEW_SLOTS else LANES
+
+
+def room(experts: int) -> int:
+    """Return the maximum number of experts of the kernel that serves this number of experts."""
+    return LANES << (-(-experts // LANES) - 1).bit_length()
+
+
+def bind_router(
+    x_TH: Tensor,
+    weight_EH: Tensor,
+    bias_E: Tensor | None,
+    choice: Choice,
+    want_sums: bool,
+    options: KernelOptions,
+) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Routed]:
+    """Return the router of ``(x, weight, bias, correction)``; the correction, the balance bias, is fp32 or None.
+
+    Logits have the accuracy of fp32. ``counts`` are the slots per expert, then zero, of each chunk of `chunk_tokens`.
+    There are two launches; one more for an fp32 weight, and one for the sums.
     """
+    from fusedmoe.kernels.rows.router.choose import Choose  # deferred: imports the CuTe DSL
 
-    score: str  # "softmax", "topk_softmax" or "sigmoid"
-    room: int  # maximum number of experts: 32 times a power of two
-    aligned: bool = field(default=True, kw_only=True)  # E is a multiple of 4: logits move 16 bytes at a time
-    slots: int = field(default=LANES, kw_only=True)  # maximum K: the lanes of a token, where a lane has a slot
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*super().sources, __name__)))
-
-    @property
-    def per_lane(self) -> int:
-        return self.room // LANES
-
-    @property
-    def at_once(self) -> int:
-        """Tokens of a warp whose slots it computes at once."""
-        return LANES // self.slots
-
-    @property
-    def unit(self) -> int:
-        """The number of experts is a multiple of this."""
-        return QUAD if self.aligned else 1
-
-    @property
-    def width(self) -> int:
-        """Values per load."""
-        return min(self.per_lane, self.unit)
-
-    @cute.jit
-    def load(self, t, token, lane, first, experts, absent: cutlass.Constexpr[float]):
-        """The lane's values of a token, from column ``first`` on; ``absent`` for experts that do not exist."""
-        values = cute.make_rmem_tensor((self.per_lane,), Float32)
-        values.fill(absent)
-        width = self.width
-        for v in cutlass.range_constexpr(self.per_lane // width):
-            expert = lane * self.per_lane + v * width
-            if expert < experts:
-                source = cute.local_tile(t[token, None], (width,), ((first + expert) // width,))
-                cute.autovec_copy(source, cute.local_tile(values, (width,), (v,)))
-        return values
-
-    @cute.jit
-    def store(self, t, token, lane, values, experts):
-        """Write the lane's values of a token."""
-        width = self.width
-        for v in cutlass.range_constexpr(self.per_lane // width):
-            expert = lane * self.per_lane + v * width
-            if expert < experts:
-                to = cute.local_tile(t[token, None], (width,), (expert // width,))
-                cute.autovec_copy(cute.local_tile(values, (width,), (v,)), to)
-
-    @cute.jit
-    def load_vector(self, t, lane, experts):
-        """The lane's values of a vector of the experts; zeros for experts that do not exist."""
-        values = cute.make_rmem_tensor((self.per_lane,), Float32)
-        values.fill(0.0)
-        for i in cutlass.range_constexpr(self.per_lane):
-            if lane * self.per_lane + i < experts:
-                values[i] = Float32(t[lane * self.per_lane + i])
-        return values
-
-    @cute.jit
-    def softmax(self, values):
-        """Softmax over the warp's values, their maximum, and the sum of their exponentials relative to it."""
-        n = self.per_lane
-        most = values[0]
-        for i in cutlass.range_constexpr(1, n):
-            most = cute.arch.fmax(most, values[i])
-        most = cute.arch.warp_reduction_max(most)
-        probs = cute.make_rmem_tensor((n,), Float32)
-        of_lane = Float32(0.0)
-        for i in cutlass.range_constexpr(n):
-            probs[i] = cute.math.exp(values[i] - most)
-            of_lane += probs[i]
-        total = total_of(of_lane)
-        inverse = Float32(1.0) / total
-        for i in cutlass.range_constexpr(n):
-            probs[i] = probs[i] * inverse
-        return probs, most, total
-
-    @cute.jit
-    def sigmoids(self, values, lane, experts):
-        """Sigmoid of each value; zeros for experts that do not exist."""
-        scores = cute.make_rmem_tensor((self.per_lane,), Float32)
-        for i in cutlass.range_constexpr(self.per_lane):
-            exists = lane * self.per_lane + i < experts
-            score = cute.arch.rcp_approx(Float32(1.0) + cute.math.exp(-values[i]))
-            scores[i] = cutlass.select_(exists, score, Float32(0.0))
-        return scores
-
-    @cute.jit
-    def total(self, values):
-        """Sum over the warp's values."""
-        of_lane = values[0]
-        for i in cutlass.range_constexpr(1, self.per_lane):
-            of_lane += values[i]
-        return total_of(of_lane)
-
-    @cute.jit
-    def largest_chosen(self, logit, used):
-        """The largest logit of the lanes of a token that are ``used``."""
-        return cute.arch.warp_reduction_max(
-            cutlass.select_(used, logit, Float32(-math.inf)), threads_in_group=self.slots
+    tokens, experts, chosen, device = x_TH.shape[0], weight_EH.shape[0], choice.top_k, x_TH.device
+    split = weight_EH.dtype is not x_TH.dtype
+    parts = 3 if split else 1
+    in_product = bias_E is not None and bias_E.dtype is x_TH.dtype and not split
+    added = None if bias_E is None or in_product else NAMES[bias_E.dtype]
+    aligned = experts % QUAD == 0
+    final = aligned and not split and added is None  # whether the products are the logits
+    score, renormalize = choice.formula
+    grouped = choice.top_groups < choice.num_groups
+    kernel = load(
+        Choose(
+            score, room(experts), renormalize, bias=added, corrected=choice.corrected, grouped=grouped, parts=parts,
+            writes_logits=not final, sums=want_sums, aligned=aligned, slots=slots_at_once(chosen),
         )
+    )  # fmt: skip
+    product = _bind_logits(x_TH, parts * experts, in_product, options)
+    to_parts = _bind_parts(weight_EH, x_TH.dtype, (0, 1, 2), experts) if split else None
+    of_chunk = chunk_tokens(tokens, chosen)
+    chunks, pitch = -(-tokens // of_chunk), count_pitch(experts)
+    numbers = (chosen, choice.scale, choice.num_groups, choice.top_groups, of_chunk)
+    no_sums = unread(device, torch.float32, 1, experts)
+    no_vector = no_sums[0]
 
-    @cute.jit
-    def softmax_of_chosen(self, logit, most, used):
-        """Softmax over the lanes of a token that are ``used``, zeros in the others; ``most`` is the largest logit."""
-        power = cutlass.select_(used, cute.math.exp(logit - most), Float32(0.0))
-        return power / self.total_of_chosen(power)
-
-    @cute.jit
-    def total_of_chosen(self, value):
-        """The sum over the lanes of a token, in a fixed order."""
-        return cute.arch.warp_reduction_sum(value, threads_in_group=self.slots)
-
-    @cute.jit
-    def write_sums(self, s_sums, sums, of_lane, warps: cutlass.Constexpr[int], chunk, warp, lane, thread, experts):
-        """Write the sums of the warps' columns, in the order of the warps."""
-        for i in cutlass.range_constexpr(self.per_lane):
-            s_sums[lane * self.per_lane + i, warp] = of_lane[i]
-        cute.arch.sync_threads()
-        for expert in cutlass.range(thread, experts, warps * LANES, unroll=1):
-            total = Float32(0.0)
-            for w in cutlass.range_constexpr(warps):
-                total += s_sums[expert, w]
-            sums[chunk, expert] = total
-
-
-@dataclass(frozen=True)
-class Choose(OfTokens):
-    """The chosen experts and their weights."""
-
-    renormalize: bool  # no effect with "topk_softmax"
-    bias: str | None  # dtype of the router's bias: "fp32", "bf16" or "fp16"; None for none
-    corrected: bool  # whether a correction is added for the choice
-    grouped: bool  # whether groups of experts are left out
-    parts: int  # blocks of columns whose sum is the logits
-    writes_logits: bool  # write that sum plus the bias
-    sums: bool  # whether losses need column sums
-
-    @property
-    def symbol(self) -> str:
-        flags = (
-            (self.renormalize, "renormalized"), (self.bias, f"bias_{self.bias}"), (self.corrected, "corrected"),
-            (self.grouped, "grouped"), (self.parts > 1, f"parts{self.parts}"), (self.writes_logits, "logits"),
-            (self.sums, "sums"), (not self.aligned, "any"), (self.slots < LANES, f"slots{self.slots}"),
+    def run(x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, correction_E: Tensor | None) -> Routed:
+        weight = weight_EH if to_parts is None else to_parts(weight_EH)
+        products = product(x_TH, weight, bias_E if in_product else None)
+        logits = products if final else products.new_empty(tokens, experts)
+        index = products.new_empty(tokens, chosen, dtype=torch.int64)
+        weight_TK = products.new_empty(tokens, chosen)
+        counts = products.new_empty(chunks, pitch, dtype=torch.int32)[:, : experts + 1]
+        sums = products.new_empty(chunks, experts + 1) if want_sums else no_sums
+        kernel(
+            products, no_vector if added is None else bias_E, no_vector if correction_E is None else correction_E,
+            index.view(-1), weight_TK.view(-1), logits, counts, sums, *numbers,
         )  # fmt: skip
-        return "_".join([f"sm90_choose_{self.score}_{self.room}", *(name for on, name in flags if on)])
+        return Routed(index, weight_TK, logits, counts, sums.sum(0) if want_sums else None)
 
-    @property
-    def warps(self) -> int:
-        """Warps per CTA: fewer if a lane has more experts, and so needs more registers."""
-        return min(32, 128 // self.per_lane)
+    return run
 
-    @property
-    def ranks_scores(self) -> bool:
-        """Whether scores decide, not logits."""
-        summed = self.grouped and self.score == "sigmoid"
-        return self.score != "topk_softmax" and (self.corrected or summed)
 
-    @property
-    def together(self) -> int:
-        """Tokens whose experts a warp chooses together, so that it need not wait for each maximum: few registers."""
-        return 2 if self.at_once > 1 and self.per_lane <= 4 and self.keys_are_logits and not self.sums else 1
+def bind_route_counted(
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int, num_rows: int | None = None
+) -> Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]:
+    """Return `bind_route` of ``(ids, weights, counts)``, with the counts of `bind_router`: one launch."""
+    tokens, chosen = index_TK.shape
+    return bind_route(index_TK, weight_TK, num_experts, chunk_tokens(tokens, chosen) * chosen, num_rows)
 
-    @property
-    def keys_are_logits(self) -> bool:
-        """Whether a chosen expert's key has its logit."""
-        return not (self.ranks_scores or self.corrected or self.grouped)
 
-    @property
-    def group_terms(self) -> int:
-        """The number of best experts whose scores are the score of a group."""
-        return 2 if self.score == "sigmoid" else 1
+class LogitsGrads(NamedTuple):
+    """The gradients from which that of the logits is computed. All are fp32, and any may be None.
 
-    def compile(self) -> Any:
-        """Compile without a GPU; a function of products (T, P*E) fp32, bias (E,), correction (E,) fp32, ids (T*K,)
-        int64, weights (T*K,) fp32, logits (T, E) fp32, counts (chunks, E + 1) int32, sums (chunks, E + 1) fp32, K, the
-        weights' scale, the numbers of groups and of those that are chosen, and the tokens of a chunk.
-        """
-        tokens, experts, slots = cute.sym_int(), cute.sym_int(divisibility=self.unit), cute.sym_int()
-        of_chunks = [
-            cute.runtime.make_fake_tensor(ELEMENTS[dtype], (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
-            for dtype in ("int32", "fp32")
-        ]
-        return self.compiled_for(
-            fake_experts(tokens, cute.sym_int(divisibility=self.unit), QUAD), fake_vector(self.bias or "fp32", experts),
-            fake_vector("fp32", experts), fake_vector("int64", slots), fake_vector("fp32", slots),
-            fake_experts(tokens, experts, self.unit), *of_chunks, Int32(1), Float32(1), Int32(1), Int32(1), Int32(1),
+    ``weight`` is the gradient of the weights: (T, K), or of rows (R,) if ``row_of_slot`` (T, K) is given. ``logits``
+    is (T, E), at an address that is a multiple of 16 bytes, ``probs_sum`` (E,) and ``z_sum`` ().
+    """
+
+    weight: Tensor | None
+    row_of_slot: Tensor | None
+    logits: Tensor | None
+    probs_sum: Tensor | None
+    z_sum: Tensor | None
+
+
+class LogitsGrad(NamedTuple):
+    """The gradient of a router's logits.
+
+    ``parts`` is (T, P * padded E) bf16, ``ends`` (G,) int32, the ends of groups of tokens. ``sums`` (E,) fp32, the sum
+    over the tokens, is the gradient of the router's bias. ``whole`` is the gradient (T, E) in fp32. ``weight`` is the
+    router's weight in parts, for `bind_router_dgrad`.
+    """
+
+    parts: Tensor
+    ends: Tensor
+    sums: Tensor | None
+    whole: Tensor | None
+    weight: Tensor | None
+
+
+def bind_logits_grad(
+    logits_TE: Tensor,
+    grads: LogitsGrads,
+    choice: Choice,
+    blocks: tuple[int, ...],
+    groups: int,
+    want_sums: bool,
+    want_whole: bool,
+    weight_EH: Tensor | None,
+) -> Callable[[Tensor, Tensor, LogitsGrads, Tensor | None], LogitsGrad]:
+    """Return the gradient of the logits of ``(logits, ids, grads, weight)``: one launch, and one more for the sums.
+
+    All gradients are contiguous. One more launch makes zeros if none is that of the weights.
+
+    Parameters
+    ----------
+    blocks
+        The part in each block of columns, see `blocks_for`. Empty if no product follows.
+    groups
+        G: `weight_groups`, or 1 if no gradient of the weight follows.
+    weight_EH
+        The router's weight, if `bind_router_dgrad` follows.
+    """
+    from fusedmoe.kernels.rows.router.gradient import ChooseBackward  # deferred: imports the CuTe DSL
+
+    (tokens, experts), chosen, device = logits_TE.shape, choice.top_k, logits_TE.device
+    score, renormalize = choice.formula
+    exist = {"l": grads.logits, "p": grads.probs_sum, "z": grads.z_sum}
+    others = "".join(letter for letter, grad in exist.items() if grad is not None)
+    of_rows = grads.row_of_slot is not None
+    rows = () if weight_EH is None else weight_rows(weight_EH.dtype)
+    no_weight = unread(device, torch.bfloat16, experts, UNIT) if weight_EH is None else None
+    shape = ChooseBackward(
+        score, room(experts), renormalize, blocks, of_rows, others, want_sums, want_whole,
+        None if weight_EH is None else NAMES[weight_EH.dtype], rows, aligned=experts % QUAD == 0,
+    )  # fmt: skip
+    kernel = load(shape if shape.reads_all else replace(shape, slots=slots_at_once(chosen)))
+    ctas, columns = -(-tokens // BACKWARD_TOKENS), max(len(blocks), 1) * padded(experts)
+    no_sums = unread(device, torch.float32, 1, experts)
+    no_vector, no_scalar = no_sums[0], no_sums[0, :1]
+    group_tokens = -(-tokens // groups // GROUP_UNIT) * GROUP_UNIT
+
+    def run(logits_TE: Tensor, index_TK: Tensor, grads: LogitsGrads, weight_EH: Tensor | None = None) -> LogitsGrad:
+        weight, row_of_slot, logits, probs_sum, z_sum = grads
+        if weight is None:
+            weight = logits_TE.new_zeros(tokens, chosen)
+        parts = logits_TE.new_empty(tokens if blocks else 0, columns, dtype=torch.bfloat16)
+        whole = torch.empty_like(logits_TE) if want_whole else None
+        sums = logits_TE.new_empty(ctas, experts) if want_sums else no_sums
+        ends, index = index_TK.new_empty(groups, dtype=torch.int32), index_TK.view(-1)
+        split = None
+        if weight_EH is not None:
+            split = parts.new_empty(len(rows) * padded(experts), weight_EH.shape[1])
+        kernel(
+            logits_TE, index, index if row_of_slot is None else row_of_slot.view(-1),
+            weight.view(-1), logits_TE if logits is None else logits,
+            no_vector if probs_sum is None else probs_sum, no_scalar if z_sum is None else z_sum.view(1),
+            parts, logits_TE if whole is None else whole, sums, ends,
+            no_weight if weight_EH is None else weight_EH, no_weight if split is None else split,
+            chosen, choice.scale, BACKWARD_TOKENS, group_tokens,
         )  # fmt: skip
+        return LogitsGrad(parts, ends, sums.sum(0) if want_sums else None, whole, split)
 
-    @cute.jit
-    def __call__(
-        self, products, bias, correction, index, weight, logits, counts, sums,
-        chosen, scale, groups, top_groups, chunk_tokens, stream,
-    ):  # fmt: skip
-        chunks = cute.ceil_div(products.shape[0], chunk_tokens)
-        experts = products.shape[1] // self.parts
-        self.kernel(
-            products, bias, correction, index, weight, logits, counts, sums,
-            experts, chosen, scale, groups, top_groups, chunk_tokens,
-        ).launch(grid=(chunks, 1, 1), block=(self.warps * LANES, 1, 1), stream=stream)  # fmt: skip
+    return run
 
-    @cute.kernel
-    def kernel(
-        self, products, bias, correction, index, weight, logits, counts, sums,
-        experts, chosen, scale, groups, top_groups, chunk_tokens,
-    ):  # fmt: skip
-        n = self.per_lane
-        thread, _, _ = cute.arch.thread_idx()
-        lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        chunk, _, _ = cute.arch.block_idx()
-        smem = SmemAllocator()
-        s_count = smem.allocate_tensor(Int32, cute.make_layout((self.room + 1,)), 16)
-        s_taken = smem.allocate_tensor(Int64, cute.make_layout((LANES, self.warps)), 16)
-        for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
-            s_count[bucket] = 0
-        cute.arch.sync_threads()
 
-        group_of = cute.make_rmem_tensor((n,), Int32)
-        group_of.fill(0)
-        if const_expr(self.grouped):
-            for i in cutlass.range_constexpr(n):
-                # experts that do not exist are in the last group: `leave_groups_out` shifts by this number
-                group_of[i] = cutlass.min((lane * n + i) // (experts // groups), groups - 1)
-        added: Any = self.load_vector(bias, lane, experts) if const_expr(self.bias is not None) else None
-        corrections: Any = self.load_vector(correction, lane, experts) if const_expr(self.corrected) else None
-        column_sums = cute.make_rmem_tensor((n,), Float32)
-        column_sums.fill(0.0)
-        squares = Float32(0.0)
+def blocks_for(weight_dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the part in each block of columns of a logits' gradient, for a router weight of this dtype.
 
-        end = cutlass.min((chunk + 1) * chunk_tokens, products.shape[0])
-        first = chunk * chunk_tokens + warp * self.at_once
-        of_lane, slot = lane // self.slots, lane % self.slots
-        for some in cutlass.range(first, end, self.warps * self.at_once, unroll=1):
-            most_of_lane, total_of_lane = Float32(0.0), Float32(1.0)  # of the softmax of this lane's token
-            for i in cutlass.range(0, cutlass.min(self.at_once, end - some), self.together, unroll=1):
-                of_tokens = []
-                for own in cutlass.range_constexpr(self.together):
-                    token = cutlass.min(some + i + own, end - 1)
-                    values = self.logits_of(products, added, token, lane, experts)
-                    if const_expr(self.writes_logits):
-                        self.store(logits, token, lane, values, experts)
+    A product with an fp32 weight also has a term with the weight's second part, and so the first block twice.
+    """
+    return (0, 0, 1, 2) if weight_dtype is torch.float32 else (0, 1)
 
-                    # all scores, where they decide or are summed up
-                    scores = values
-                    if const_expr(self.sums or self.score == "softmax"):
-                        scores, most, total = self.softmax(values)
-                        if of_lane == i + own:
-                            most_of_lane, total_of_lane = most, total
-                        if const_expr(self.sums):
-                            logarithm = most + cute.math.log(total)
-                            squares += logarithm * logarithm
-                    if const_expr(self.score == "sigmoid" and (self.sums or self.ranks_scores)):
-                        scores = self.sigmoids(values, lane, experts)
-                    if const_expr(self.sums):
-                        factor = Float32(1.0)
-                        if const_expr(self.score == "sigmoid"):
-                            factor = Float32(1.0) / (self.total(scores) + Float32(EPS))
-                        for j in cutlass.range_constexpr(n):
-                            column_sums[j] = column_sums[j] + scores[j] * factor
 
-                    ranked = scores if const_expr(self.ranks_scores) else values
-                    if const_expr(self.corrected):
-                        corrected = cute.make_rmem_tensor((n,), Float32)
-                        for j in cutlass.range_constexpr(n):
-                            corrected[j] = ranked[j] + corrections[j]
-                        ranked = corrected
-                    keys = keys_of(ranked)
-                    if const_expr(not self.keys_are_logits):  # else they are -inf, and have the highest ids
-                        for j in cutlass.range_constexpr(n):
-                            if lane * n + j // self.width * self.width >= experts:
-                                keys[j] = LEAST
-                    if const_expr(self.grouped):
-                        self.leave_groups_out(keys, group_of, lane, experts // groups, groups, top_groups)
-                    of_tokens.append(keys)
-                self.take(of_tokens, s_taken[None, warp], i, lane, chosen)
+def weight_rows(dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the part in each block of rows of a router weight of this dtype, for the gradient of the tokens."""
+    return (1, 0, 0) if dtype is torch.float32 else (0, 0)
 
-            # a lane has a slot
-            cute.arch.sync_warp()
-            token = some + of_lane
-            used, expert, logit = slot < chosen and token < end, Int32(0), Float32(0.0)
-            if used:
-                taken = s_taken[lane, warp]
-                expert, logit = Int32(taken & 0x7FFFFFFF), value_of(Int32(taken >> 32))
-                cute.arch.atomic_add(s_count.iterator + expert, Int32(1), scope="cta")
-                index[token * chosen + slot] = Int64(expert)
-                if const_expr(not self.keys_are_logits):
-                    logit = self.logit_of(products, bias, token, expert, experts)
-            share = self.weight_of(logit, used, lane, most_of_lane, total_of_lane)
-            if used:
-                weight[token * chosen + slot] = share * scale
-            cute.arch.sync_warp()
 
-        cute.arch.sync_threads()
-        for bucket in cutlass.range(thread, experts + 1, self.warps * LANES, unroll=1):
-            counts[chunk, bucket] = s_count[bucket]
-        if const_expr(self.sums):
-            s_sums = smem.allocate_tensor(Float32, cute.make_layout((self.room, self.warps)), 16)
-            s_squares = smem.allocate_tensor(Float32, cute.make_layout((self.warps,)), 16)
-            if lane == 0:
-                s_squares[warp] = squares
-            self.write_sums(s_sums, sums, column_sums, self.warps, chunk, warp, lane, thread, experts)
-            if thread == 0:
-                total = Float32(0.0)
-                for w in cutlass.range_constexpr(self.warps):
-                    total += s_squares[w]
-                sums[chunk, experts] = total
+def padded(experts: int) -> int:
+    """Return the columns of a block."""
+    return -(-experts // UNIT) * UNIT
 
-    @cute.jit
-    def leave_groups_out(self, keys, group_of, lane, size, groups, top_groups):
-        """Rank the experts of all groups except the best below every other."""
-        n = self.per_lane
-        own = Int32(LEAST)  # the score of group number ``lane``
-        for group in cutlass.range(groups, unroll=1):
-            best, at = Int32(LEAST), Int32(FAR)
-            for i in cutlass.range_constexpr(n):
-                if group_of[i] == group and keys[i] > best:
-                    best, at = keys[i], lane * n + i
-            first = largest(best)
-            score = first
-            if const_expr(self.group_terms == 2):
-                if size > 1:
-                    winner = smallest(cutlass.select_(best == first, at, Int32(FAR)))
-                    best = Int32(LEAST)
-                    for i in cutlass.range_constexpr(n):
-                        if group_of[i] == group and keys[i] > best and lane * n + i != winner:
-                            best = keys[i]
-                    both = cute.make_rmem_tensor((1,), Float32)
-                    both[0] = value_of(first) + value_of(largest(best))
-                    score = keys_of(both)[0]
-            if lane == group:
-                own = score
-        allowed = Int32(0)
-        for _ in cutlass.range(top_groups, unroll=1):
-            best = largest(own)
-            group = smallest(cutlass.select_(own == best, lane, Int32(FAR)))
-            if lane == group:
-                own = Int32(LEAST)
-            allowed = allowed | (Int32(1) << group)
-        for i in cutlass.range_constexpr(n):
-            if keys[i] != LEAST and ((allowed >> group_of[i]) & 1) == 0:
-                keys[i] = LEFT_OUT
 
-    @cute.jit
-    def take(self, of_tokens, s_taken, first, lane, chosen):
-        """Write the experts with the largest keys of each token, and their keys in the higher halves. The rows of the
-        tokens in ``s_taken`` begin at number ``first``.
-        """
-        n = self.per_lane
-        Places = Int64 if const_expr(n * PLACE_BITS > 32) else Int32
-        places = cute.make_rmem_tensor((self.together,), Places)
-        places.fill(0)
-        heads, rows = [], []
-        for own in cutlass.range_constexpr(self.together):
-            # a key and, below it, the place in the lane: of equal keys, the lowest id is the largest number
-            pairs = cute.make_rmem_tensor((n,), Int64)
-            for i in cutlass.range_constexpr(n):
-                pairs[i] = (Int64(of_tokens[own][i]) << 32) | Int64(n - 1 - i)
-            for a, b in sorting_network(n):
-                low, high = cutlass.min(pairs[a], pairs[b]), cutlass.max(pairs[a], pairs[b])
-                pairs[a], pairs[b] = high, low
-            keys = cute.make_rmem_tensor((n,), Int32)
-            for i in cutlass.range_constexpr(n):
-                keys[i] = Int32(pairs[i] >> 32)
-                places[own] = places[own] | (Places((Int32(pairs[i]) & (n - 1)) ^ (n - 1)) << (i * PLACE_BITS))
-            heads.append(keys)
-            rows.append(cute.local_tile(s_taken, (self.slots,), (first + own,)))
-        lower_lanes = (Int32(1) << lane) - Int32(1)
-        for k in cutlass.range(chosen, unroll=1):
-            for own in cutlass.range_constexpr(self.together):
-                keys = heads[own]
-                key = largest(keys[0])
-                lanes = cute.arch.vote_ballot_sync(keys[0] == key)
-                if keys[0] == key and (lanes & lower_lanes) == 0:
-                    rows[own][k] = (Int64(key) << 32) | Int64((lane * n) | (Int32(places[own]) & (n - 1)))
-                    places[own] = places[own] >> PLACE_BITS
-                    for i in cutlass.range_constexpr(n - 1):
-                        keys[i] = keys[i + 1]
-                    keys[n - 1] = Int32(LEAST)
+def bind_router_dgrad(
+    parts: Tensor, weight_EH: Tensor, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``dx = dlogits @ weight``, (T, H) bf16, of ``(parts, ends, weight's parts)``: one launch."""
+    columns = len(weight_rows(weight_EH.dtype)) * padded(weight_EH.shape[0])
+    like = parts.new_empty(columns, weight_EH.shape[1])
+    product = bind_grouped_gemm(parts[:, :columns], like.T.unsqueeze(0), None, None, options)
 
-    @cute.jit
-    def logits_of(self, products, added, token, lane, experts):
-        """The lane's logits of a token, -inf for experts that do not exist."""
-        values = self.load(products, token, lane, 0, experts, -math.inf)
-        for part in cutlass.range_constexpr(1, self.parts):
-            more = self.load(products, token, lane, part * experts, experts, 0.0)
-            for i in cutlass.range_constexpr(self.per_lane):
-                values[i] = values[i] + more[i]
-        if const_expr(self.bias is not None):
-            for i in cutlass.range_constexpr(self.per_lane):
-                values[i] = values[i] + added[i]
-        return values
+    def run(parts: Tensor, ends: Tensor, weight: Tensor) -> Tensor:
+        # the last end is that of one group with all tokens
+        return product(parts[:, :columns], weight.T.unsqueeze(0), None, ends[-1:], None)
 
-    @cute.jit
-    def logit_of(self, products, bias, token, expert, experts):
-        """The logit of the expert that this lane has."""
-        logit = Float32(products[token, expert])
-        for part in cutlass.range_constexpr(1, self.parts):
-            logit += products[token, part * experts + expert]
-        if const_expr(self.bias is not None):
-            logit += Float32(bias[expert])
-        return logit
+    return run
 
-    @cute.jit
-    def weight_of(self, logit, used, lane, most, total):
-        """The weight of the expert that this lane has, without the scale."""
-        if const_expr(self.score == "topk_softmax"):
-            if const_expr(self.keys_are_logits):  # the first one is the largest
-                most = cute.arch.shuffle_sync(logit, lane // self.slots * self.slots)
-            else:
-                most = self.largest_chosen(logit, used)
-            share = self.softmax_of_chosen(logit, most, used)
-        else:
-            softmax = self.score != "sigmoid"
-            share = cute.math.exp(logit - most) / total if const_expr(softmax) else sigmoid(logit)
-            if const_expr(self.renormalize):
-                share = share / (self.total_of_chosen(cutlass.select_(used, share, Float32(0.0))) + Float32(EPS))
-        return share
+
+def bind_router_wgrad(
+    parts: Tensor, x_TH: Tensor, experts: int, groups: int, dtype: torch.dtype, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``dweight = dlogits.T @ x``, (E, H), of ``(parts, ends, x)``: two launches, by groups of tokens and their sum."""
+    from fusedmoe.kernels.rows.move.parts import SumParts  # deferred: imports the CuTe DSL
+
+    exact, hidden = dtype is torch.float32, x_TH.shape[1]
+    first, count = (padded(experts), 3) if exact else (0, 2)  # without the first of two equal blocks
+    if exact:
+        product = _bind_exact_wgrad(parts[:, first:], x_TH, groups, options)
+    else:
+        like = torch.empty(groups, dtype=torch.int32, device=x_TH.device)
+        product = bind_grouped_wgrad(parts, x_TH, like, torch.float32, False, options)
+    kernel = load(SumParts(NAMES[dtype], count))
+
+    def run(parts: Tensor, ends: Tensor, x_TH: Tensor) -> Tensor:
+        products = product(parts[:, first:], x_TH, ends, None)
+        grad = x_TH.new_empty(experts, hidden, dtype=dtype)
+        kernel(products, grad)
+        return grad
+
+    return run
+
+
+def weight_groups(tokens: int, experts: int, hidden: int, weight_dtype: torch.dtype) -> int:
+    """Return the number of groups of tokens for a weight's gradient, so that the tiles of all groups fill a GPU."""
+    rows = (3 if weight_dtype is torch.float32 else 2) * padded(experts)
+    tiles = -(-rows // WGRAD_TILE.tile_m) * -(-hidden // WGRAD_COLUMNS)
+    return max(min(TILES // tiles, -(-tokens // GROUP_UNIT)), 1)
+
+
+def _bind_parts(
+    weight_EH: Tensor, out: torch.dtype, blocks: tuple[int, ...], height: int
+) -> Callable[[Tensor], Tensor]:
+    """Return a weight's parts, one block of ``height`` rows below the other."""
+    from fusedmoe.kernels.rows.move.parts import Parts  # deferred: imports the CuTe DSL
+
+    kernel = load(Parts(NAMES[weight_EH.dtype], blocks, NAMES[out]))
+    rows, columns = len(blocks) * height, weight_EH.shape[1]
+
+    def run(weight_EH: Tensor) -> Tensor:
+        parts = weight_EH.new_empty(rows, columns, dtype=out)
+        kernel(weight_EH, parts)
+        return parts
+
+    return run
+
+
+def _bind_logits(
+    x_TH: Tensor, columns: int, biased: bool, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    """``x @ weight.T + bias`` in fp32, (T, columns), of ``(x, weight, bias)``."""
+    from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN_FP32  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedM
+
+    (tokens, hidden), device = x_TH.shape, x_TH.device
+    config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
+    kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
+    problem = Problem("plain", tokens, 1, columns, hidden, sms_for(device, options))
+    numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms))
+    no_bias, no_scale = placeholders(device, x_TH.dtype)
+    offsets = bind_offsets(tokens, device)
+
+    def run(x_TH: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products = x_TH.new_empty(tokens, pitch, dtype=torch.float32)[:, :columns]
+        of_bias = no_bias if bias is None else bias.unsqueeze(0)
+        counter, dynamic = tile_counter(device, options.schedule)
+        kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, dynamic, products)
+        return products
+
+    return run
+
+
+def logits_tile(columns: int) -> TileConfig:
+    """Return the tile of a product with this many columns: the least columns in excess, then the fewest tiles."""
+    return min(LOGIT_TILES, key=lambda tile: (-(-columns // tile.tile_n) * tile.tile_n, -tile.tile_n))
+
+
+def _bind_exact_wgrad(
+    parts: Tensor, x_TH: Tensor, groups: int, options: KernelOptions
+) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """`bind_grouped_wgrad` with fp32 results of the accuracy of fp32."""
+    from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedK  # deferred: imports the CuTe DSL
+
+    (tokens, rows), hidden, device = parts.shape, x_TH.shape[1], x_TH.device
+    kernel = load(PromotedRaggedK(NAMES[x_TH.dtype], WGRAD_TILE, out="fp32"))
+    problem = Problem("wgrad", tokens, groups, hidden, rows, sms_for(device, options))
+    numbers = scheduling(problem, WGRAD_TILE, problem.sms)
+
+    def run(parts: Tensor, x_TH: Tensor, ends: Tensor, _: Tensor | None) -> Tensor:
+        products = x_TH.new_empty(groups, rows, hidden, dtype=torch.float32)
+        counter, dynamic = tile_counter(device, options.schedule)
+        kernel(parts, x_TH, ends, products, counter, *numbers, dynamic)
+        return products
+
+    return run

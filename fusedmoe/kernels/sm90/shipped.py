@@ -10,39 +10,39 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.narrow import Narrow
-from fusedmoe.kernels.sm90.activations import Activate, ActivateBackward
-from fusedmoe.kernels.sm90.amax_history import UpdateAmaxHistory
-from fusedmoe.kernels.sm90.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.block_scaled_k import BlockScaledRaggedK
-from fusedmoe.kernels.sm90.choice import CANDIDATES, PP_192, WGRADS
-from fusedmoe.kernels.sm90.codes_by_expert import CodesByExpert
-from fusedmoe.kernels.sm90.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
-from fusedmoe.kernels.sm90.epilogues import PLAIN, PLAIN_FP32, activation, derivative
-from fusedmoe.kernels.sm90.functions import heavy
-from fusedmoe.kernels.sm90.gather_codes import GatherCodes
-from fusedmoe.kernels.sm90.parts import Parts, SumParts
-from fusedmoe.kernels.sm90.promotion import PromotedRaggedK, PromotedRaggedM
-from fusedmoe.kernels.sm90.quantize import QuantizeRows, QuantizeWeight
-from fusedmoe.kernels.sm90.quantize_formats import Magnitudes, QuantizeFormat
-from fusedmoe.kernels.sm90.quantized import RowCodes
-from fusedmoe.kernels.sm90.ragged_k import RaggedK
-from fusedmoe.kernels.sm90.ragged_m import RaggedM
-from fusedmoe.kernels.sm90.route import Route
-from fusedmoe.kernels.sm90.router import Choose
-from fusedmoe.kernels.sm90.router_backward import ChooseBackward
-from fusedmoe.kernels.sm90.router_functions import LOGIT_TILES, WGRAD_TILE
-from fusedmoe.kernels.sm90.row_ranges import RowRanges
-from fusedmoe.kernels.sm90.rows import ColumnSums, Offsets
-from fusedmoe.kernels.sm90.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
-from fusedmoe.kernels.sm90.sum_on_few_sms import SumOnFewSms
-from fusedmoe.kernels.sm90.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
-from fusedmoe.kernels.sm90.transpose_codes import TransposeCodes
-from fusedmoe.kernels.sm90.transpose_rows import TransposeRows
+from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
+from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets
+from fusedmoe.kernels.rows.move.parts import Parts, SumParts
+from fusedmoe.kernels.rows.move.ranges import RowRanges
+from fusedmoe.kernels.rows.move.route import Route
+from fusedmoe.kernels.rows.move.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
+from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms
+from fusedmoe.kernels.rows.quantize.amax_history import UpdateAmaxHistory
+from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
+from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes
+from fusedmoe.kernels.rows.quantize.transpose_codes import TransposeCodes
+from fusedmoe.kernels.rows.quantize.transpose_rows import TransposeRows
+from fusedmoe.kernels.rows.router.choose import Choose
+from fusedmoe.kernels.rows.router.gradient import ChooseBackward
+from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
+from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
+from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, PLAIN_FP32, activation, derivative
+from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
+from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
+from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
+from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedK, PromotedRaggedM
+from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+from fusedmoe.kernels.sm90.products import heavy
+from fusedmoe.kernels.sm90.router import LOGIT_TILES, WGRAD_TILE
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_192, WGRADS
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.activation import Kind
-    from fusedmoe.kernels.kernel import Kernel
-    from fusedmoe.kernels.sm90.warps import WarpKernel
+    from fusedmoe.kernels.build.kernel import Kernel
+    from fusedmoe.kernels.device.warps import WarpKernel
 
 
 def moving_rows() -> list[WarpKernel]:

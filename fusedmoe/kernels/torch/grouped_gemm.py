@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 
-from fusedmoe import target
-from fusedmoe.estimating import FLOP_FORMULAS, counts_flops, has_values
-from fusedmoe.kernels.torch.rows import zero_tail_
+from fusedmoe.base import target
+from fusedmoe.base.estimating import FLOP_FORMULAS, counts_flops, has_values
+from fusedmoe.numerics.expert_rows import zero_tail_
 
 _NATIVE_ON_CUDA = {torch.bfloat16}
 _NATIVE_ON_CPU = {torch.float32, torch.bfloat16, torch.float16}

@@ -1,0 +1,1 @@
+"""Rules for products that run beside an exchange of tokens between ranks."""

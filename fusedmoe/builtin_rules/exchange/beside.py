@@ -1,0 +1,210 @@
+"""What the rules of `expert_parallel.py` share: products of ranges of rows, and sums that leave for other ranks.
+
+Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.base.lasting import lasting
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.tiles.config import RANGES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
+
+    from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.expert_parallel.engine import Pending
+    from fusedmoe.kernels.options import KernelOptions
+
+SMS_FOR_BARRIER = 2
+# of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
+LATENCY_US, LINK_GB_S = 20, 330
+TFLOPS, DERIVATIVE_TFLOPS = 550, 300
+MARGIN = 1.15
+TILE = 128  # rows
+
+
+def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
+    """Return the options of a product beside an exchange of tokens with K chosen experts."""
+    return replace(options, exchange_sms=expert_parallel.engine.sms(chosen))
+
+
+def experts_beside(
+    expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, experts: int, row_flops: int, tflops: int
+) -> int:
+    """Return the number of experts whose products of this rank's rows take as long as an exchange.
+
+    A product that computes some rows and then the others reads the weights of its experts twice. So it does
+    this for no more experts than an exchange takes.
+
+    Parameters
+    ----------
+    expert_parallel
+        The ranks.
+    tokens
+        P*N.
+    row_bytes
+        Of a row that travels.
+    chosen, experts
+        K, and the number of experts of this rank.
+    row_flops, tflops
+        The operations of a row of the product, and its speed.
+    """
+    each = tokens // expert_parallel.ranks
+    exchange_us = LATENCY_US + (expert_parallel.ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
+    rows = each * chosen / (expert_parallel.ranks * experts) - TILE / 2  # in tiles that have no other rows
+    if rows <= TILE / 2:
+        return experts
+    return min(experts, math.ceil(MARGIN * exchange_us / (rows * row_flops / tflops / 1e6)))
+
+
+def _own_and_others(expert_parallel: ExpertParallel, tokens: int) -> tuple[slice, dict[int, slice]]:
+    """Return the places of this rank's tokens, and of those of other ranks, by the numbers of the ranges of their rows:
+    see `functions.bind_row_ranges`.
+    """
+    each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
+    own = slice(rank * each, (rank + 1) * each)
+    others = {1: slice(0, own.start), 2: slice(own.stop, tokens)}
+    return own, {i: there for i, there in others.items() if there.start < there.stop}
+
+
+class Ranges:
+    """Ranges of the rows of a call: those of this rank's tokens, of some experts, and the others.
+
+    Parameters
+    ----------
+    expert_parallel
+        The ranks.
+    offsets, token_of_row
+        Tensors like those of the call.
+    tokens
+        The tokens of all ranks.
+    experts
+        The number of experts whose rows are divided.
+    chosen
+        K.
+
+    Notes
+    -----
+    The parts that the methods give are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
+    """
+
+    def __init__(
+        self,
+        expert_parallel: ExpertParallel,
+        offsets: Tensor,
+        token_of_row: Tensor,
+        tokens: int,
+        experts: int,
+        chosen: int,
+    ) -> None:
+        own, self.others = _own_and_others(expert_parallel, tokens)
+        self.run = products.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
+        self._engine, self._chosen, self._size = expert_parallel.engine, chosen, 2 * (offsets.shape[0] + 1)
+
+    def memory(self, device: torch.device) -> Tensor:
+        """Return the memory of the ranges, and of a word after them."""
+        return torch.empty(RANGES * self._size + 1, dtype=torch.int32, device=device)
+
+    def word(self, memory: Tensor) -> Tensor | None:
+        """Return the word by which the engine tells that the rows of others have arrived; None if it does not."""
+        return memory[-1:] if self._engine.tells(self._chosen) else None
+
+    def own_first(
+        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, told: bool, arriving: Pending, number: int
+    ) -> Iterator[Tensor]:
+        """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If the engine
+        is ``told`` to write the word, yield all rows as one part, whose product waits.
+        """
+        self.run(offsets, token_of_row, memory)
+        if told:
+            arriving.begun()
+        yield memory if told else self._range(memory, 0)
+        arriving.wait(number)
+        for i in () if told else self.others:
+            yield self._range(memory, i)
+
+    def others_and_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the ranges of other ranks' rows, and that of this rank's."""
+        memory = self.run(offsets, token_of_row, self.memory(offsets.device))
+        return [self._range(memory, i) for i in self.others], self._range(memory, 0)
+
+    def _range(self, memory: Tensor, number: int) -> Tensor:
+        return memory[number * self._size : (number + 1) * self._size + 1]
+
+
+def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
+    """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H), of more than two ranks: one kernel."""
+    each, device = like.shape[0] // ranks, like.device
+
+    def rows_of_parts() -> Tensor:
+        return torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
+
+    row_of_part = lasting(rows_of_parts, device)
+    total = products.bind_sum_slots(like, row_of_part, None)
+
+    def run(parts: Sequence[Tensor] | Tensor) -> Tensor:
+        assert isinstance(parts, torch.Tensor)
+        return total(parts.flatten(0, 1), row_of_part)
+
+    return run
+
+
+class Returns:
+    """Sums over the slots of tokens, of which those of other ranks' tokens leave first; then the sums over ranks.
+
+    Parameters
+    ----------
+    expert_parallel
+        The ranks.
+    rows, row_of_slot, scale
+        Tensors like those of the call: rows (R, H), their numbers (P*N, K), and a factor per row or None.
+    tokens
+        T, the tokens of this rank.
+    """
+
+    def __init__(
+        self, expert_parallel: ExpertParallel, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, tokens: int
+    ) -> None:
+        ranks, rank, every = expert_parallel.ranks, expert_parallel.rank, row_of_slot.shape[0]
+        self.engine, self.rank, self.tokens = expert_parallel.engine, rank, tokens
+        self.own, others = _own_and_others(expert_parallel, every)
+        self._sums = [(there, products.bind_sum_slots(rows, row_of_slot[there], scale)) for there in others.values()]
+        self._parts = rows.new_empty(every, rows.shape[1], device="meta")
+        self._over_ranks = None
+        if ranks == 2 and tokens:
+            of_tokens = row_of_slot[self.own][:tokens]
+            self._add_to_part = products.bind_sum_slots_and_part(rows, of_tokens, scale)
+        elif tokens:
+            self._sum_own = products.bind_sum_slots(rows, row_of_slot[self.own], scale)
+            self._over_ranks = bind_sum_over_ranks(rows.new_empty(every, rows.shape[1]), ranks, tokens)
+
+    def of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, *like: Tensor) -> Tensor:
+        """Return the sums for other ranks' tokens, in their places of parts (P*N, H), for an exchange of these and of
+        tensors like ``like``.
+        """
+        parts = self.engine.room([self._parts, *like], rows.device)[0]
+        for there, total in self._sums:
+            total(rows, row_of_slot[there], scale, None, parts[there])
+        return parts
+
+    def finished(
+        self, leaving: Pending, parts: Tensor, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None
+    ) -> Tensor:
+        """Return the results of this rank's tokens (T, H): the sum of its part and those of the others."""
+        if not self.tokens:
+            leaving.wait(0)
+            return rows.new_empty(0, rows.shape[1])
+        if self._over_ranks is None:
+            part = leaving.wait(0)[1 - self.rank][: self.tokens]
+            return self._add_to_part(rows, row_of_slot[self.own][: self.tokens], scale, part)
+        self._sum_own(rows, row_of_slot[self.own], scale, None, parts[self.own])
+        return self._over_ranks(leaving.wait(0))

@@ -1,0 +1,461 @@
+"""Rules that compute while rows travel between the ranks of `ExpertParallel`.
+
+- `sm90.gemm_activation_of_arriving_tokens`: the first layer begins with the row tiles of this rank's own tokens.
+- `sm90.gemm_of_leaving_rows`: the second layer begins with the tiles of other ranks' tokens, whose sums then leave.
+- `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
+- `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
+
+A product then computes two or three ranges of rows, in whole tiles: it has the same tiles as otherwise, so that the
+results have the same bits (kernels/rows/move/ranges.py). It is launched once per range, or once for all if its kernel
+can wait for the rows of the later ones. A step makes the same exchanges as the plain steps, in the same order. So it
+does not matter if the ranks choose different steps.
+
+A product that runs beside an exchange leaves some SMs to the kernels of the exchange. One that is launched after the
+barrier between the ranks need not: that of arriving tokens, whose rows are sorted by expert ids that have arrived, and
+one that waits for arriving rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fusedmoe.builtin_rules.exchange.beside import (
+    DERIVATIVE_TFLOPS,
+    SMS_FOR_BARRIER,
+    TFLOPS,
+    Ranges,
+    Returns,
+    beside_exchange,
+    experts_beside,
+)
+from fusedmoe.builtin_rules.products.weight_gradient import of_rows
+from fusedmoe.builtin_rules.requirements import (
+    OnSm90,
+    Run,
+    ThroughIndex,
+    activation_of,
+    check_common,
+    converts,
+    decline,
+    guard_gradient,
+    guard_index,
+    guard_matrix,
+    guard_operands,
+    on_readable,
+)
+from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
+from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
+from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
+from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
+from fusedmoe.ops.op import TensorSpec
+from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.expert_parallel import ExpertParallel
+    from fusedmoe.ops.op import SpecLike
+
+
+def _nbytes(*specs: SpecLike) -> int:
+    return sum(TensorSpec(tuple(map(int, s.shape)), s.dtype).nbytes for s in specs)
+
+
+def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
+    if op.expert_parallel.ranks == 1:
+        raise NothingToDo("one rank exchanges nothing")
+
+
+def _require_own_dtype(expert_parallel: ExpertParallel) -> None:
+    wire = expert_parallel.dispatch_dtype
+    require(wire is None, "rows arrive as codes of %s (dispatch_dtype), which the product does not read", wire)
+
+
+class GemmActivationOfArrivingTokens(
+    OnSm90, FusionRule, name="sm90.gemm_activation_of_arriving_tokens", direction="forward"
+):
+    """The first layer with its activation, for the tokens of all ranks: this rank's own while the others arrive."""
+
+    gather: GatherTokens
+    dispatch: Dispatch
+    fc: GroupedLinear
+    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    scale: Scale | None
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.gather)
+        _require_own_dtype(self.gather.expert_parallel)
+        counted = "local_rows" in self.dispatch.runtime_inputs
+        require(not counted, "the host counts the rows of dispatch (overflow='rerun')")
+        fc, launches = self.fc, 12
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features)
+        gated = activation_of(self.act).gated
+        decline(limits.why_not_width("the activation's features", fc.out_features // (2 if gated else 1)))
+        decline(limits.why_not_routing(ctx.dtype("dispatch.expert_index"), fc.num_groups))
+        decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
+        if self.scale is not None:
+            require(ctx.same("scale.factor", "dispatch.probs"), "the row scale is not that of dispatch")
+            launches += converts(ctx.dtype("scale.factor"))
+        tokens, rows = ctx.spec("gather.output"), ctx.spec("dispatch.output")
+        return Step(
+            needs=("input", *(f"gather.{name}" for name in self.gather.runtime_inputs), "fc.weight", "fc.bias"),
+            gives=(
+                *(f"gather.{name}" for name in self.gather.provides),
+                *(f"dispatch.{name}" for name in (*self.dispatch.provides, "offsets")), "output",
+            ),
+            keeps=("gather.output", "act.input"),
+            zeroes_tail=True,
+            launches=launches,
+            extra_bytes=_nbytes(tokens) + int(ThroughIndex.gather_cost * _nbytes(rows)),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        gather, dispatch, activation, options = self.gather, self.dispatch, activation_of(self.act), ctx.options
+        count, scaled, experts = len(gather.runtime_inputs), self.scale is not None, self.fc.num_groups
+        keeps_p = "act.input" in keep
+
+        def bind(x: Tensor, *given: Any) -> Run:
+            weight, bias = given[count:]
+            guard_matrix("the weight", weight, transposed=True)
+            require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+            like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
+            tokens, index, factor, *_ = like
+            if not index.numel():
+                raise NothingToDo("no rows")
+            room, total = dispatch.rows(index), index.shape[0]
+            rows = index.view(-1)[:room]  # like the tokens of rows
+            route = products.bind_route(index, factor, experts, num_rows=room)
+            beside = experts_beside(
+                gather.expert_parallel,
+                total,
+                x.shape[1] * x.itemsize,
+                index.shape[1],
+                experts,
+                2 * weight[0].numel(),
+                TFLOPS,
+            )
+            # memory for E offsets, which may be more than there are rows
+            offsets = rows.new_empty(experts)
+            ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside, index.shape[1])
+            product = products.bind_grouped_gemm_activation(
+                tokens,
+                weight,
+                bias,
+                factor.view(-1)[:room] if scaled else None,
+                activation,
+                keeps_p,
+                options,
+                rows,
+                ranges=True,
+            )
+
+            def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
+                weight, bias = given[count:]
+                memory = ranges.memory(x.device)
+                word = ranges.word(memory)
+                arriving = gather.start(x, *given[:count], told=word)
+                index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
+                provided = route(index, expert_weight)
+                _, probs, _, _, token_of_row, offsets = provided
+                tokens = arriving.unfinished(2)
+                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 2)
+                result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
+                y, *p = result if keeps_p else (result,)
+                kept = {"gather.output": tokens, "act.input": p[0] if p else None}
+                return index, expert_weight, *gather.empty(x), *provided, y, *(kept[name] for name in keep)
+
+            return run
+
+        return bind
+
+
+class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", direction="forward"):
+    """The second layer, the sum per token, and the sum over ranks: first for the tokens of other ranks."""
+
+    fc: GroupedLinear
+    combine: Combine
+    back: ReturnTokens
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.back)
+        require_row_dtype(self.combine)
+        fc, weights = self.fc, self.combine.applies
+        check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+        for name in weights:
+            decline(limits.why_not_row_scale(ctx.dtype(f"combine.{name}")))
+        rows, parts = ctx.spec("combine.input"), ctx.spec("combine.output")
+        names = ("row_of_slot", "token_of_row", *weights)
+        require(all(ctx.exists(f"combine.{name}") for name in names), "the rows are not those of a dispatch")
+        return Step(
+            needs=(
+                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index", "back.rank_experts",
+                *(f"combine.{name}" for name in names),
+            ),
+            gives=("output",),
+            keeps=("combine.input",),
+            zeroes_tail=True,
+            launches=8,
+            extra_bytes=2 * _nbytes(rows) + 2 * _nbytes(parts),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        back, expert_parallel, options = self.back, self.back.expert_parallel, ctx.options
+
+        def bind(
+            x: Tensor,
+            weight: Tensor,
+            bias: Tensor | None,
+            offsets: Tensor,
+            expert_index: Tensor,
+            rank_experts: Tensor,
+            row_of_slot: Tensor,
+            token_of_row: Tensor,
+            probs: Tensor | None = None,
+        ) -> Run:
+            guard_operands(x, weight, bias)
+            require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
+            (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
+            row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
+            divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
+            beside = beside_exchange(options, expert_parallel, chosen)
+            of_others, of_own = (
+                products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
+            )
+            like = x.new_empty(x.shape[0], features)
+            returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
+
+            def run(
+                x: Tensor,
+                weight: Tensor,
+                bias: Tensor | None,
+                offsets: Tensor,
+                expert_index: Tensor,
+                rank_experts: Tensor,
+                row_of_slot: Tensor,
+                token_of_row: Tensor,
+                probs: Tensor | None = None,
+            ) -> Any:
+                rows = x.new_empty(x.shape[0], features)
+                others, own = ranges.others_and_own(offsets, token_of_row)
+                of_others(x, weight, bias, others, None, None, rows)
+                parts = returns.of_others(rows, row_of_slot, probs)
+                leaving = back.start(parts, expert_index, rank_experts)
+                of_own(x, weight, bias, [own], None, None, rows)
+                y = returns.finished(leaving, parts, rows, row_of_slot, probs)
+                return (y, rows) if keep else y
+
+            return run
+
+        return bind
+
+
+class DgradActivationOfArrivingGradients(
+    OnSm90, FusionRule, name="sm90.dgrad_activation_of_arriving_gradients", direction="backward"
+):
+    """The gradients of the second layer and of the activation, for the tokens of all ranks: this rank's own while those
+    of the others arrive.
+    """
+
+    dback: DReturnTokens
+    dcombine: DCombine
+    wgrad: Wgrad | WgradIntoMainGrad
+    dgrad: Dgrad
+    scale_grad: ScaleGrad | None
+    dscale: DScale | None
+    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.dback.op)
+        _require_own_dtype(self.dback.op.expert_parallel)
+        require_row_dtype(self.dcombine.op)
+        fc = self.dgrad.op
+        operands = "grad_output", "dgrad.weight", "dact.input"
+        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        require(self.dcombine.op.weights is None, "combine applies the routing weights")
+        require(ctx.exists("dcombine.token_of_row"), "the rows are not those of a dispatch")
+        gives, launches = ["grad_input", "wgrad.grad_weight"], 6
+        if self.dscale is not None:
+            factor = ctx.dtype("dscale.factor")
+            decline(limits.why_not_row_scale(factor))
+            launches += converts(factor)
+            if self.scale_grad is not None:
+                gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
+                launches += 1 + converts(factor)
+        tokens, rows, y = ctx.spec("dcombine.grad_output"), ctx.spec("dgrad.grad_output"), ctx.spec("dgrad.input")
+        return Step(
+            needs=(
+                "grad_output", "dback.gathered_index", "dback.rank_experts", "dcombine.token_of_row", "dgrad.weight",
+                "offsets", "dact.input", "dscale.factor",
+            ),
+            # the recomputed input of the layer too, though no other step reads it: the forward pass then need not keep
+            # it for the plain steps
+            gives=(*gives, "dgrad.input"),
+            zeroes_tail=True,
+            launches=launches,
+            # the gathered gradients, read twice through an index, and the recomputed input of the layer
+            extra_bytes=_nbytes(tokens) + int(2 * ThroughIndex.gather_cost * _nbytes(rows)) + _nbytes(y),
+        )  # fmt: skip
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, options = activation_of(self.dact.op), ctx.options
+        # a product of own rows is launched at once, before the barrier, which comes after a copy
+        beside = replace(options, exchange_sms=SMS_FOR_BARRIER)
+        dtype, scale_grad = ctx.dtype("dgrad.weight"), self.scale_grad is not None
+        dback, expert_parallel = self.dback, self.dback.op.expert_parallel
+
+        def bind(
+            dy: Tensor,
+            gathered_index: Tensor,
+            rank_experts: Tensor,
+            token_of_row: Tensor,
+            weight: Tensor,
+            offsets: Tensor,
+            preactivation: Tensor,
+            factor: Tensor | None,
+        ) -> Run:
+            tokens = gathered_index.shape[0]
+            if not token_of_row.shape[0]:
+                raise NothingToDo("no rows")
+            require(token_of_row.is_contiguous(), "a routing index is not contiguous")
+            guard_matrix("the preactivation", preactivation)
+            guard_matrix("the weight", weight, transposed=True)
+            like = dy.new_empty(tokens, dy.shape[1])
+            chosen, row_bytes, row_flops = gathered_index.shape[1], dy.shape[1] * dy.itemsize, 2 * weight[0].numel()
+            divided = experts_beside(
+                expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
+            )
+            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
+            in_parts, in_one = (
+                products.bind_grouped_gemm_activation_backward(
+                    like, weight, preactivation, factor, activation, True, scale_grad, sms, token_of_row, ranges=True
+                )
+                for sms in (beside, options)
+            )
+            y = dy.new_empty(preactivation.shape[0], weight.shape[2])
+            wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
+
+            def run(
+                dy: Tensor,
+                gathered_index: Tensor,
+                rank_experts: Tensor,
+                token_of_row: Tensor,
+                weight: Tensor,
+                offsets: Tensor,
+                preactivation: Tensor,
+                factor: Tensor | None,
+            ) -> tuple[Tensor | None, ...]:
+                main_grad = wgrad.main_grad()
+                memory = ranges.memory(dy.device)
+                word = ranges.word(memory)
+                arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
+                gathered = arriving.unfinished(0)
+                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
+                product = in_parts if word is None else in_one
+                grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
+                assert y is not None
+                grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
+                arriving.give_back()
+                if grad_factor is None or factor is None:
+                    return grad, grad_weight, y
+                return grad, grad_weight, grad_factor.to(factor.dtype), y
+
+            return run
+
+        return bind
+
+
+class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange", direction="backward"):
+    """The gradients of the first layer: that of the tokens leaves for their ranks while that of the weight is computed.
+
+    ``drows = dy @ weight[e]``, ``dpart[t] = sum over k of drows[row_of_slot[t, k]]``, which leaves; meanwhile ``dW[e] =
+    dy[rows of e].T @ x[rows of e]``; then ``dx[t] = sum over ranks of dpart[t]``.
+    """
+
+    gathers = "wgrad.input"
+    gather_cost: ClassVar[float] = ThroughIndex.gather_cost
+    wgrad: Wgrad | WgradIntoMainGrad
+    dgrad: Dgrad
+    weight_grad: DispatchWeightGrad
+    ddispatch: DDispatch
+    dgather: DGatherTokens
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.dgather.op)
+        if left_out := {"grad_input", "grad_expert_weight"}.difference(self.dgather.gives):
+            raise NothingToDo(f"the exchange leaves out {', '.join(sorted(left_out))}, which nothing asks for")
+        fc = self.wgrad.op
+        operands = "grad_output", "wgrad.input", "dgrad.weight"
+        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
+        decline(limits.why_not_row_index(ctx.dtype("wgrad.input:index")))
+        decline(limits.why_not_row_scale(ctx.dtype("weight_grad.grad_probs")))
+        rows, tokens = ctx.spec("wgrad.input"), ctx.spec("wgrad.input:source")
+        needs = (
+            "grad_output", "dgrad.weight", "offsets", "ddispatch.row_of_slot", "weight_grad.grad_probs",
+            "dgather.expert_index", "wgrad.input:source", "wgrad.input:index",
+        )  # fmt: skip
+        return Step(
+            needs=needs,
+            gives=("wgrad.grad_weight", "grad_input", "dgather.grad_expert_weight"),
+            zeroes_tail=True,
+            launches=4,
+            # grad_output again, the rows' gradients written and read, and the parts
+            extra_bytes=_nbytes(ctx.spec("grad_output")) + 2 * _nbytes(rows, tokens),
+            gather_cost=self.gather_cost,
+        )
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        dtype, options = ctx.dtype("dgrad.weight"), ctx.options
+        dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
+
+        def bind(
+            dy: Tensor,
+            weight: Tensor,
+            offsets: Tensor,
+            row_of_slot: Tensor,
+            grad_probs: Tensor,
+            expert_index: Tensor,
+            x: Tensor,
+            index: Tensor,
+        ) -> Run:
+            guard_gradient(dy)
+            guard_gradient(grad_probs)
+            guard_index(x, (index,))
+            guard_matrix("x", x)
+            guard_matrix("the weight", weight, transposed=True)
+            require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
+            dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
+            rows = dy.new_empty(dy.shape[0], weight.shape[2])
+            returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
+            values = products.bind_slot_values(grad_probs, row_of_slot)
+            beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
+            wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
+
+            def run(
+                dy: Tensor,
+                weight: Tensor,
+                offsets: Tensor,
+                row_of_slot: Tensor,
+                grad_probs: Tensor,
+                expert_index: Tensor,
+                x: Tensor,
+                index: Tensor,
+            ) -> tuple[Tensor | None, ...]:
+                main_grad = wgrad.main_grad()
+                rows = dgrad(dy, weight.mT, None, offsets, None)
+                grad_weights = values(grad_probs.contiguous(), row_of_slot)
+                parts = returns.of_others(rows, row_of_slot, None, grad_weights)
+                wanted = dgather.wanted(expert_index, parts)
+                leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
+                grad_weight = wgrad(main_grad, dy, x, offsets, index)
+                dx = returns.finished(leaving, parts, rows, row_of_slot, None)
+                return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
+
+            return on_readable(dy, run)
+
+        return bind

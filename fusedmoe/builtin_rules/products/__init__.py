@@ -1,0 +1,1 @@
+"""Rules for grouped products on Hopper, in bf16 and in FP8."""

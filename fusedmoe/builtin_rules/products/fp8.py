@@ -1,0 +1,120 @@
+"""Common parts of the rules for products of FP8 operands: with 1x128 blocks of rows and 128x128 blocks of weights, or
+with one scale per expert.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+
+from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline
+from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
+from fusedmoe.kernels.fp8 import Fp8
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
+from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, ScaleRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Block = tuple[int | None, int | None]
+ROWS: Block = (1, 128)
+WEIGHTS: Block = (128, 128)
+BY_EXPERT: Block = (None, None)
+MULTIPLIES_ROWS = "multiplies rows in"
+FP8_FLOPS_PER_US = 800e6
+"""Of a weight gradient, on the whole GPU."""
+
+
+class OnFp8(OnSm90):
+    """Base of a rule whose product multiplies FP8 codes. It precedes `FusionRule` in the bases."""
+
+    quantized_only: ClassVar[bool] = True
+    multiplies_codes: ClassVar[bool] = True
+
+
+def check_blocks(format: Format, block: Block, what: str = "quantizes to") -> None:
+    """Decline a format that no kernel writes or, if ``what`` says so, reads."""
+    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value, what))
+
+
+def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool = False) -> None:
+    """Decline a product whose operands are not both in FP8: rows in 1x128 blocks, in E4M3 or, for a gradient, E5M2;
+    and a weight in 128x128 blocks, in E4M3; or both with one scale per expert.
+    """
+    blocks = (BY_EXPERT, BY_EXPERT) if by_expert(ctx, rows) else (ROWS, WEIGHTS)
+    for name, block, what in ((rows, blocks[0], MULTIPLIES_ROWS), (weight, blocks[1], "multiplies a weight in")):
+        check_operand(ctx, name, block, what, gradient=gradient and name == rows)
+
+
+def check_operand(ctx: PlanContext, name: str, block: Block, what: str, *, gradient: bool = False) -> QuantizedSpec:
+    """Decline an operand that is not in E4M3 or, if it is a gradient, E5M2, with scales for blocks of this size. Return
+    its spec.
+    """
+    spec = ctx.spec(name)
+    require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
+    assert isinstance(spec, QuantizedSpec)
+    check_blocks(spec.format, block, what)
+    require(spec.format.element == E4M3 or gradient, "%s is %s: expected e4m3", name, spec.format.element)
+    require(spec.stacked or spec.experts is not None, "%s was quantized without experts", name)
+    return spec
+
+
+def by_expert(ctx: PlanContext, operand: str) -> bool:
+    """Whether an operand has one scale per expert, instead of one per block."""
+    spec = ctx.spec(operand)
+    return isinstance(spec, QuantizedSpec) and spec.format.block == BY_EXPERT
+
+
+def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
+    """Decline products of quantized values that are not bf16, and widths that codes cannot have."""
+    for name in values:
+        dtype = str(ctx.dtype(name)).removeprefix("torch.")
+        require(dtype == "bfloat16", "%s is %s: products of FP8 operands are bfloat16", name, dtype)
+    for name, width in widths.items():
+        decline(limits.why_not_width_of_codes(name, width))
+
+
+def fp8_of(format: Format) -> Fp8:
+    """Return the kernels' description of a format that `check_blocks` accepts."""
+    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element == E4M3 else "e5m2"
+    return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
+
+
+def guard_codes(*codes: Tensor) -> None:
+    """Decline codes that TMA cannot read. Leave a call without rows to plain PyTorch."""
+    if not codes[0].shape[0]:
+        raise NothingToDo("no rows")
+    for t in codes:
+        require(are_readable(t), "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
+
+
+def are_readable(*codes: Tensor) -> bool:
+    """Whether TMA can read each of these codes."""
+    return all(
+        t.stride(-1) == 1 and t.stride(-2) % 16 == 0 and t.stride(-2) >= t.shape[-1] and t.data_ptr() % 16 == 0
+        for t in codes
+    )
+
+
+def on_readable_codes(run: Run, a: Tensor, b: Tensor) -> Run:
+    """Return ``run``, whose arguments begin with codes and scales of two operands by columns. If TMA cannot read codes
+    like these, as plain PyTorch makes them, return a function that runs it on copies.
+    """
+    if are_readable(a, b):
+        return run
+    return lambda a, a_scale, b, *others: run(_copied(a), a_scale, _copied(b), *others)
+
+
+def _copied(codes: Tensor) -> Tensor:
+    return codes if are_readable(codes) else codes.clone(memory_format=torch.contiguous_format)
+
+
+def on_readable_scales(run: Run, rows: Tensor, weight: Tensor) -> Run:
+    """Return ``run``, whose arguments begin with codes and scales of rows and of a weight. If the kernels cannot read
+    scales like these, as plain PyTorch makes them, return a function that runs it on copies.
+    """
+    if has_strides(rows) and has_strides(weight):
+        return run
+    return lambda a, a_scale, b, b_scale, *others: run(a, with_strides(a_scale), b, with_strides(b_scale), *others)

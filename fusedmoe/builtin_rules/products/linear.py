@@ -1,0 +1,267 @@
+"""The rules for dense layers (`Linear`): the grouped kernels, with one group.
+
+Rows with several leading dimensions are flattened. This copies only rows whose strides do not allow a view. All rows
+belong to the group, except in the gradients of weight and bias, where the rows without an expert do not count if the
+chain has splits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.builtin_rules.requirements import (
+    OnSm90,
+    Run,
+    activation_of,
+    as_rows_of,
+    check_common,
+    decline,
+    guard_gradient,
+    guard_matrix,
+    guard_operands,
+    matrix,
+    on_readable,
+)
+from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.sm90.one_group import bind_offsets
+from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.grouped_linear import (
+    Linear,
+    LinearBiasGrad,
+    LinearDgrad,
+    LinearWgrad,
+    LinearWgradIntoMainGrad,
+)
+from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+from fusedmoe.ops.state.main_grad import grad_instead, main_grad_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.ops.op import Op
+
+
+class LinearGemm(OnSm90, FusionRule, name="sm90.linear", direction="forward"):
+    """``y = x @ weight.T + bias``."""
+
+    fc: Linear
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check_layer(ctx, self.fc, "input", "fc.weight")
+        return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        options = ctx.options
+
+        def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
+            rows, weights, biases = matrix(x), weight[None], _one(bias)
+            guard_operands(rows, weights, biases)
+            product = products.bind_grouped_gemm(rows, weights, biases, None, options)
+            offsets = _all_of(rows)
+
+            def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                return as_rows_of(x, product(matrix(x), weight[None], _one(bias), offsets(), None))
+
+            return run
+
+        return bind
+
+
+class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direction="forward"):
+    """``y = act(x @ weight.T + bias)``. The preactivation is written only if backward needs it."""
+
+    fc: Linear
+    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check_layer(ctx, self.fc, "input", "fc.weight")
+        if activation_of(self.act).gated:
+            decline(limits.why_not_width("half of out_features", self.fc.out_features // 2))
+        return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",), keeps=("act.input",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, options, keeps = activation_of(self.act), ctx.options, bool(keep)
+
+        def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
+            rows, weights, biases = matrix(x), weight[None], _one(bias)
+            guard_operands(rows, weights, biases)
+            product = products.bind_grouped_gemm_activation(rows, weights, biases, None, activation, keeps, options)
+            offsets = _all_of(rows)
+
+            def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+                results = product(matrix(x), weight[None], _one(bias), offsets(), None)
+                if isinstance(results, tuple):
+                    y, preactivation = results
+                    return as_rows_of(x, y), as_rows_of(x, preactivation)
+                return as_rows_of(x, results)
+
+            return run
+
+        return bind
+
+
+class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", direction="backward"):
+    """``dx = dy @ weight``: the kernel of `sm90.linear` reads the transposed weight."""
+
+    dgrad: LinearDgrad
+
+    def offer(self, ctx: PlanContext) -> Step:
+        operands = "grad_output", "dgrad.weight"
+        _check_layer(ctx, self.dgrad.op, *operands)
+        return Step(needs=operands, gives=("grad_input",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        options = ctx.options
+
+        def bind(dy: Tensor, weight: Tensor) -> Run:
+            rows, weights = matrix(dy), weight[None]
+            guard_gradient(rows)
+            guard_matrix("the weight", weights, transposed=True)
+            product = products.bind_grouped_gemm(rows, weights.mT, None, None, options)
+            offsets = _all_of(rows)
+
+            def run(rows: Tensor, weights: Tensor) -> Tensor:
+                return product(rows, weights.mT, None, offsets(), None)
+
+            readable = on_readable(rows, run)
+            return lambda dy, weight: as_rows_of(dy, readable(matrix(dy), weight[None]))
+
+        return bind
+
+
+class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_activation", direction="backward"):
+    """``dp = act'(p) * (dy @ weight)``. If the layer's weight gradient is wanted, the step also recomputes the layer's
+    input, ``act(p)``, so that the preactivation p is the only value between the two layers that is kept.
+    """
+
+    dgrad: LinearDgrad
+    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+
+    def offer(self, ctx: PlanContext) -> Step:
+        operands = "grad_output", "dgrad.weight", "dact.input"
+        _check_layer(ctx, self.dgrad.op, *operands)
+        return Step(needs=operands, gives=("grad_input",), keeps=("dgrad.input",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, options, recomputes = activation_of(self.dact.op), ctx.options, bool(keep)
+
+        def bind(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Run:
+            rows, weights, p = matrix(dy), weight[None], matrix(preactivation)
+            guard_gradient(rows)
+            guard_matrix("the preactivation", p)
+            guard_matrix("the weight", weights, transposed=True)
+            product = products.bind_grouped_gemm_activation_backward(
+                rows, weights, p, None, activation, recomputes, False, options
+            )
+            offsets = _all_of(rows)
+
+            def run(rows: Tensor, weights: Tensor, p: Tensor) -> tuple[Tensor, Tensor | None]:
+                grad_preactivation, x, _ = product(rows, weights, offsets(), p, None)
+                return grad_preactivation, x
+
+            readable = on_readable(rows, run)
+
+            def on_rows(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+                grad, x = readable(matrix(dy), weight[None], matrix(preactivation))
+                return as_rows_of(dy, grad) if x is None else (as_rows_of(dy, grad), as_rows_of(dy, x))
+
+            return on_rows
+
+        return bind
+
+
+class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", direction="backward"):
+    """``dW = dy.T @ x``. For `LinearWgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32
+    ``main_grad``.
+    """
+
+    wgrad: LinearWgrad | LinearWgradIntoMainGrad
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check_layer(ctx, self.wgrad.op, "grad_output", "wgrad.input", "wgrad.weight")
+        return Step(needs=("grad_output", "wgrad.input", "wgrad.offsets"), gives=("wgrad.grad_weight",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        fc, accumulates = self.wgrad.op, isinstance(self.wgrad, LinearWgradIntoMainGrad)
+        dtype, options = torch.float32 if accumulates else ctx.dtype("wgrad.weight"), ctx.options
+
+        def bind(dy: Tensor, x: Tensor, offsets: Tensor | None) -> Run:
+            rows, inputs = matrix(dy), matrix(x)
+            guard_gradient(rows)
+            guard_matrix("x", inputs)
+            ends = _counted_in(dy, offsets)
+            product = products.bind_grouped_wgrad(rows, inputs, ends(offsets), dtype, accumulates, options)
+
+            def run(rows: Tensor, inputs: Tensor, offsets: Tensor | None) -> Tensor | None:
+                if not accumulates:
+                    return product(rows, inputs, ends(offsets), None)[0]
+                main_grad = main_grad_of(fc)  # may be a different tensor in each call
+                require(main_grad.is_contiguous(), "main_grad is not contiguous")
+                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+                product(rows, inputs, ends(offsets), main_grad[None])
+                return grad_instead(fc)
+
+            readable = on_readable(rows, run)
+            return lambda dy, x, offsets: readable(matrix(dy), matrix(x), offsets)
+
+        return bind
+
+
+class LinearColumnSums(OnSm90, FusionRule, name="sm90.linear_column_sums", direction="backward"):
+    """``db = sum of dy over the rows``, as `sm90.column_sums`."""
+
+    bias_grad: LinearBiasGrad
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check_layer(ctx, self.bias_grad.op, "grad_output", "bias_grad.bias")
+        return Step(needs=("grad_output", "bias_grad.offsets"), gives=("bias_grad.grad_bias",), launches=2)
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        dtype = ctx.dtype("bias_grad.bias")
+
+        def bind(dy: Tensor, offsets: Tensor | None) -> Run:
+            rows = matrix(dy)
+            guard_gradient(rows)
+            ends = _counted_in(dy, offsets)
+            sums = on_readable(rows, products.bind_column_sums(rows, ends(offsets), dtype))
+            return lambda dy, offsets: sums(matrix(dy), ends(offsets))[0]
+
+        return bind
+
+
+def _check_layer(ctx: PlanContext, fc: Op, *operands: str) -> None:
+    """Decline operands and widths that the kernels cannot read. A gate, with one feature, is no product to speed up."""
+    widths = {name: getattr(fc, name) for name in ("in_features", "out_features")}
+    for name, width in widths.items():
+        if width < limits.UNIT:
+            raise NothingToDo("%s is %d, a product for plain PyTorch", name, width)
+    check_common(ctx, *operands, **widths)
+
+
+def _one(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias[None]
+
+
+def _all_of(rows: Tensor) -> Callable[[], Tensor]:
+    """Return a function that returns the offsets of one group with all rows."""
+    return bind_offsets(rows.shape[0], rows.device)
+
+
+def _counted_in(dy: Tensor, offsets: Tensor | None) -> Callable[[Tensor | None], Tensor]:
+    """Return a function of the chain's offsets that returns those of one group with the rows of all experts, or with
+    all rows if the chain has no splits.
+    """
+    if offsets is None:
+        of_all_rows = _all_of(matrix(dy))
+        return lambda _: of_all_rows()
+    require(dy.dim() == 2, "the chain has splits, and rows with %d dimensions, not 2", dy.dim())
+    return _last
+
+
+def _last(offsets: Tensor | None) -> Tensor:
+    assert offsets is not None
+    return offsets[-1:]

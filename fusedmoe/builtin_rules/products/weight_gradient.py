@@ -1,0 +1,118 @@
+"""The product of a weight's gradient, with the tensor that its kernel writes or adds to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.builtin_rules.requirements import decline
+from fusedmoe.fusion.language.rule import require
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from torch import Tensor
+
+    from fusedmoe.kernels.options import KernelOptions
+
+    WeightGradient: TypeAlias = "_IntoMainGrad | _IntoGrad"
+    Product: TypeAlias = Callable[..., Tensor]  # of (out, *operands), which returns `out` or a new tensor
+    BindProduct: TypeAlias = Callable[..., Product]  # of (dtype, whether the kernel adds to `out`, *operands)
+
+
+class _IntoMainGrad:
+    """A weight gradient that is added, unrounded, to the fp32 ``main_grad`` of the weight."""
+
+    def __init__(self, wgrad: WgradIntoMainGrad, bind: BindProduct, operands: tuple[Tensor, ...]) -> None:
+        self._wgrad, self._product = wgrad, bind(torch.float32, True, *operands)
+
+    def main_grad(self) -> Tensor | None:
+        """Return ``main_grad``, which may be a different tensor in each call. Decline one that the kernel cannot add
+        to. A step calls this before its first launch.
+        """
+        main_grad = self._wgrad.main_grad()
+        require(main_grad.is_contiguous(), "main_grad is not contiguous")
+        decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+        return main_grad
+
+    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+        """Return the gradient for autograd."""
+        self._product(main_grad, *operands)
+        return self._wgrad.added()
+
+
+class _IntoGrad:
+    """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`."""
+
+    def __init__(
+        self, wgrad: Wgrad, dtype: torch.dtype, bind: BindProduct, operands: tuple[Tensor, ...], adds_to_sum: bool
+    ) -> None:
+        self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
+        self._write = bind(dtype, False, *operands)
+        self._add: Product | None = None  # most kinds of calls never add
+
+    def main_grad(self) -> Tensor | None:
+        """Return None."""
+        return None
+
+    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+        """Return the gradient for autograd."""
+        so_far = self._wgrad.sum_so_far(self._dtype) if self._adds_to_sum else None
+        if so_far is None:
+            return self._write(None, *operands)
+        if self._add is None:
+            self._add = self._bind(self._dtype, True, *operands)
+        self._add(so_far, *operands)
+        return so_far
+
+
+def weight_gradient(
+    wgrad: Wgrad | WgradIntoMainGrad,
+    dtype: torch.dtype,
+    bind: BindProduct,
+    *operands: Tensor,
+    adds_to_sum: bool = True,
+) -> WeightGradient:
+    """Return ``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
+
+    Parameters
+    ----------
+    wgrad
+        The step.
+    dtype
+        The dtype of dW for autograd.
+    bind
+        ``bind(dtype, adds, *operands)`` returns the product ``(out, *operands)``. With ``adds``, the product adds to
+        ``out``, which is None otherwise.
+    operands
+        The tensors of the call.
+    adds_to_sum
+        Whether there is a kernel that adds to the sum.
+    """
+    if isinstance(wgrad, WgradIntoMainGrad):
+        return _IntoMainGrad(wgrad, bind, operands)
+    return _IntoGrad(wgrad, dtype, bind, operands, adds_to_sum)
+
+
+def of_rows(
+    wgrad: Wgrad | WgradIntoMainGrad,
+    dtype: torch.dtype,
+    options: KernelOptions,
+    gathered: products.WgradOperand | None,
+    beside: bool,
+    *operands: Tensor,
+) -> WeightGradient:
+    """Return `weight_gradient` for operands ``(dy, x, offsets, *index)``; see `functions.bind_grouped_wgrad`."""
+
+    def bind(dtype: torch.dtype, adds: bool, dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Product:
+        gather = index[0] if index else None
+        product = products.bind_grouped_wgrad(
+            dy, x, offsets, dtype, adds, options, gather, gathered, beside, transposed=wgrad.transposed
+        )
+        return lambda out, dy, x, offsets, *index: product(dy, x, offsets, out, *index)
+
+    return weight_gradient(wgrad, dtype, bind, *operands)

@@ -1,0 +1,169 @@
+"""Common parts of the rules for sm_90: requirements, checks of operands, and descriptions of ops for the kernels.
+
+`fusedmoe.kernels.sm90.products` has the kernels: ``bind_*``. It imports the CuTe DSL only when it binds a kernel.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from fusedmoe.fusion.language.rule import Declined, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.activation import Activation, Kind
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm90 import limits
+from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.squared_relu import SquaredReLU
+
+if TYPE_CHECKING:
+    from fusedmoe.ops.op import Op
+
+Run = Callable[..., Any]
+FLOPS_PER_US = 620e6
+"""Of a weight gradient, on the whole GPU."""
+SM_BYTES_PER_US = 80e3
+"""Of a sum over slots, per SM."""
+SHORTEST_US = 1500.0
+"""On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
+_R = TypeVar("_R")
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
+
+
+class OnSm90:
+    """Base of every rule for the kernels of `fusedmoe.kernels.sm90`. It precedes `FusionRule` in the bases."""
+
+    @classmethod
+    def available(cls, device: torch.device, arch: int | None) -> None:
+        """Decline on any device except an sm_90 GPU."""
+        require(arch is not None, "needs an sm_90 GPU, this device is %s", device)
+        require(arch == 90, "needs an sm_90 GPU, this one is sm_%s", arch)
+
+    @classmethod
+    def installed(cls) -> None:
+        """Decline on a machine that cannot compile the kernels."""
+        require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
+        missing = toolkit.missing_packages()
+        require(not missing, "needs %s: pip install %s", " and ".join(missing), " ".join(missing))
+        unusable = toolkit.why_unusable()
+        require(unusable is None, "%s", unusable)
+
+
+def decline(reason: str | None) -> None:
+    """Decline for the reason, if any, that a predicate of `fusedmoe.kernels.sm90.limits` returned."""
+    if reason is not None:
+        raise Declined(reason)
+
+
+def check_common(ctx: PlanContext, *operands: str, **widths: int) -> None:
+    """Decline operands that are not all bf16 or all fp16, and widths that are not a multiple of 16 bytes."""
+    decline(limits.why_not_dtypes({name: ctx.dtype(name) for name in operands}))
+    for name, width in widths.items():
+        decline(limits.why_not_width(name, width))
+
+
+def activation_of(op: Op) -> Activation:
+    """Return the kernels' description of an activation."""
+    if isinstance(op, GeGLU):
+        kind: Kind = "geglu_tanh" if op.approximate == "tanh" else "geglu_erf"
+    else:
+        kind = _KINDS[type(op)]
+    if not isinstance(op, GLU):
+        return Activation(kind)
+    return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
+
+
+class ThroughIndex:
+    """Base of a rule whose step reads the rows `gathers` through their index, which its kernel takes last. It precedes
+    the rule for rows in order in the bases.
+    """
+
+    gathers: ClassVar[str]
+    gather_cost: ClassVar[float] = 1.2  # of `Step`
+
+    def offer(self, ctx: PlanContext) -> Step:
+        rows = self.gathers
+        step: Step = super().offer(ctx)  # type: ignore[misc]
+        decline(limits.why_not_row_index(ctx.dtype(f"{rows}:index")))
+        needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
+        return replace(step, needs=needs, gather_cost=self.gather_cost)
+
+
+def guard_index(source: Tensor, index: tuple[Tensor, ...]) -> None:
+    """Decline an index that is not contiguous, and a source whose rows are too far apart for the kernels. Leave a call
+    without rows to plain PyTorch. ``index`` is empty for rows in order.
+    """
+    for t in index:
+        if not t.shape[0]:
+            raise NothingToDo("no rows")
+        require(t.is_contiguous(), "the index of the rows is not contiguous")
+        decline(limits.why_not_gathered(source.stride(0)))
+
+
+def converts(factor: torch.dtype) -> bool:
+    """Whether a row scale of this dtype costs one more launch: GEMM kernels read it and write its gradient in fp32."""
+    return factor is not torch.float32
+
+
+def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Decline rows, a weight or a bias with strides that the kernels cannot read. Leave a call without rows to plain
+    PyTorch.
+    """
+    if not x.shape[0]:
+        raise NothingToDo("no rows")
+    guard_matrix("x", x)
+    guard_matrix("the weight", weight, transposed=True)
+    if bias is not None:
+        require(bias.is_contiguous(), "the bias is not contiguous")
+
+
+def guard_gradient(grad: Tensor) -> None:
+    """Decline a gradient that is a tensor subclass. Leave a call without rows to plain PyTorch. `on_readable` handles
+    the strides.
+    """
+    if not grad.shape[0]:
+        raise NothingToDo("no rows")
+    require_plain("the gradient", grad)
+
+
+def guard_matrix(name: str, t: Tensor, transposed: bool = False) -> None:
+    """Decline a tensor subclass, and strides or an address that TMA cannot read."""
+    require_plain(name, t)
+    decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
+
+
+def require_plain(name: str, t: Tensor) -> None:
+    """Decline a tensor subclass."""
+    require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
+
+
+def matrix(t: Tensor) -> Tensor:
+    """Return rows (..., features) as (R, features)."""
+    return t if t.dim() == 2 else t.flatten(0, -2)
+
+
+def as_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """Return (R, features) with the leading dimensions of x."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
+
+
+def is_readable(t: Tensor) -> bool:
+    """Whether the kernels can read a tensor's strides. Autograd, for example, expands and transposes gradients."""
+    if t.dim() == 1:
+        return t.is_contiguous()
+    return limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
+
+
+def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
+    """Return ``run``, whose first argument is this tensor, if the kernels can read it. Otherwise, return a function
+    that runs it on a copy.
+    """
+    if is_readable(t):
+        return run
+    return lambda t, *others: run(t.clone(memory_format=torch.contiguous_format), *others)

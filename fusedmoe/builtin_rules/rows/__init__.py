@@ -1,0 +1,1 @@
+"""Rules for kernels without a matrix product."""

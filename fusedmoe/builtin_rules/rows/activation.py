@@ -1,0 +1,147 @@
+"""``sm90.activation`` and ``sm90.dactivation``: an activation and the row scale after it, and their derivatives, in one
+launch each.
+
+In the epilogue of a product, they move no bytes of their own. These rules are for products that have no such epilogue:
+in plain PyTorch, an activation takes several launches and passes over rows in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+from fusedmoe.builtin_rules.requirements import (
+    OnSm90,
+    Run,
+    activation_of,
+    as_rows_of,
+    check_common,
+    decline,
+    guard_gradient,
+    guard_matrix,
+    matrix,
+    on_readable,
+)
+from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
+from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fusedmoe.ops.op import Op
+
+
+MOST_ELEMENTS = 2**33
+"""Elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits."""
+
+
+class ActivationRule(OnSm90, FusionRule, name="sm90.activation", direction="forward"):
+    """``y[r] = act(x[r]) * scale[r]``, rounded once."""
+
+    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    scale: Scale | None
+    apart: ClassVar[bool] = True
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check(ctx, self.act, "input")
+        if self.scale is not None:
+            _check_scale(ctx, "scale.factor", "input")
+        return Step(needs=("input", "scale.factor"), gives=("output",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation = activation_of(self.act)
+
+        def bind(x: Tensor, factor: Tensor | None) -> Run:
+            _guard(x, factor)
+            rows, scale = matrix(x), _contiguous(factor)
+            guard_matrix("x", rows)
+            run = products.bind_activation(rows, scale, activation)
+            if x.dim() == 2 and scale is factor:
+                return run
+            return lambda x, factor: as_rows_of(x, run(matrix(x), _contiguous(factor)))
+
+        return bind
+
+
+class DActivationRule(OnSm90, FusionRule, name="sm90.dactivation", direction="backward"):
+    """``dx = act'(x) * dy * scale``, ``dscale[r] = sum over features of dy * act(x)``.
+
+    If another step of the backward pass reads ``act(x) * scale``, this step can recompute it. Then x is the only value
+    that is kept.
+    """
+
+    scale_grad: ScaleGrad | None
+    dscale: DScale | None
+    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    apart: ClassVar[bool] = True
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _check(ctx, self.dact.op, "grad_output", "dact.input")
+        gives = ["grad_input"]
+        if self.dscale is not None:
+            _check_scale(ctx, "dscale.factor", "dact.input")
+        if self.scale_grad is not None:
+            gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
+        last = "dact" if self.dscale is None else "dscale"
+        needs = "grad_output", "dact.input", "dscale.factor"
+        return Step(needs=needs, gives=tuple(gives), keeps=(f"{last}.output",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        activation, recomputes, of_scale = activation_of(self.dact.op), bool(keep), self.scale_grad is not None
+
+        def bind(dy: Tensor, x: Tensor, factor: Tensor | None) -> Run:
+            guard_gradient(dy)
+            _guard(x, factor)
+            rows, grads = matrix(x), matrix(dy)
+            guard_matrix("the preactivation", rows)
+            scale = _contiguous(factor)
+            product = products.bind_activation_backward(grads, rows, scale, activation, of_scale, recomputes)
+
+            def run(grads: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor | None, ...]:
+                dx, dfactor, y = product(grads, matrix(x), _contiguous(factor))
+                results: list[Tensor | None] = [as_rows_of(x, dx)]
+                if of_scale:
+                    results.append(dfactor)
+                if y is not None:
+                    results.append(as_rows_of(x, y))
+                return tuple(results)
+
+            readable = on_readable(grads, run)
+            return lambda dy, x, factor: readable(matrix(dy), x, factor)
+
+        return bind
+
+
+def _check(ctx: PlanContext, op: Op, *rows: str) -> None:
+    """Decline rows that the kernels cannot read. The last of ``rows`` is the preactivation."""
+    check_common(ctx, *rows)
+    *outer, features = ctx.spec(rows[-1]).shape
+    require(outer, "rows have shape %s: expected (rows, features)", (features,))
+    if activation_of(op).gated:
+        decline(limits.why_not_width("half of the features", features // 2))
+    else:
+        decline(limits.why_not_width("features", features))
+
+
+def _check_scale(ctx: PlanContext, factor: str, rows: str) -> None:
+    """Decline a row scale that the kernels cannot read."""
+    decline(limits.why_not_row_scale(ctx.dtype(factor)))
+    shape = ctx.spec(rows).shape
+    require(len(shape) == 2, "rows with a scale have shape %s: expected (rows, features)", tuple(shape))
+
+
+def _guard(x: Tensor, factor: Tensor | None) -> None:
+    """Leave a call without rows to plain PyTorch. Decline rows with another number of dimensions than those that the
+    plan was made for, and too many of them.
+    """
+    if not x.numel():
+        raise NothingToDo("no rows")
+    require(x.dim() >= 2, "rows have %d dimensions, not 2", x.dim())
+    require(factor is None or x.dim() == 2, "rows with a scale have %d dimensions, not 2", x.dim())
+    require(x.numel() < MOST_ELEMENTS, "%d elements: expected fewer than 2^33", x.numel())
+
+
+def _contiguous(factor: Tensor | None) -> Tensor | None:
+    return None if factor is None else factor.contiguous()

@@ -1,0 +1,35 @@
+"""``sm90.column_sums``: the gradient of a grouped linear layer's bias, in two launches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.builtin_rules.requirements import OnSm90, Run, check_common, guard_gradient, on_readable
+from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.ops.grouped_linear import BiasGrad
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ColumnSums(OnSm90, FusionRule, name="sm90.column_sums", direction="backward"):
+    """``db[e] = sum of dy over the rows of e``, accumulated in fp32, without atomics.
+
+    The first launch sums slices of the rows. The second launch adds up these sums.
+    """
+
+    bias_grad: BiasGrad
+
+    def offer(self, ctx: PlanContext) -> Step:
+        check_common(ctx, "grad_output", "bias_grad.bias", out_features=self.bias_grad.op.out_features)
+        return Step(needs=("grad_output", "offsets"), gives=("bias_grad.grad_bias",), launches=2)
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        dtype = ctx.dtype("bias_grad.bias")
+
+        def bind(dy: Tensor, offsets: Tensor) -> Run:
+            guard_gradient(dy)
+            return on_readable(dy, products.bind_column_sums(dy, offsets, dtype))
+
+        return bind

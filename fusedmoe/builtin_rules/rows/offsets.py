@@ -1,0 +1,41 @@
+"""``sm90.offsets_from_splits``: the end of each expert's rows, in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from fusedmoe.base.environment import debugging
+from fusedmoe.builtin_rules.requirements import OnSm90, Run, on_readable
+from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.ops.glue import DeriveOffsets
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class OffsetsFromSplits(OnSm90, FusionRule, name="sm90.offsets_from_splits", direction="forward"):
+    """``offsets[e] = min(splits[0] + ... + splits[e], rows)``. ``FUSEDMOE_DEBUG`` checks the splits first."""
+
+    derive: DeriveOffsets
+
+    def offer(self, ctx: PlanContext) -> Step:
+        dtype = ctx.dtype("derive.splits")
+        require(dtype in (torch.int32, torch.int64), "splits are %s, not int32 or int64: convert them", dtype)
+        return Step(needs=("derive.splits", "derive.rows"), gives=("derive.offsets",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        def bind(splits: Tensor, rows: Tensor) -> Run:
+            kernel = on_readable(splits, products.bind_offsets_from_splits(splits, rows.shape[0]))
+            if not debugging():
+                return kernel
+
+            def checked(splits: Tensor, rows: Tensor) -> Tensor:
+                self.derive.check(splits, rows)
+                return kernel(splits, rows)
+
+            return checked
+
+        return bind

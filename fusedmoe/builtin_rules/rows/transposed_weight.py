@@ -1,0 +1,34 @@
+"""``sm90.transposed_weight``: the form by columns of a weight that a layer stores in FP8, in one launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fusedmoe.builtin_rules.products.fp8 import guard_codes
+from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline
+from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.ops.glue import StoredWeight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class TransposedWeight(OnSm90, FusionRule, name="sm90.transposed_weight", direction="backward"):
+    """Codes and scales, transposed, for an input gradient. Scales have the strides that its kernel reads."""
+
+    stored: StoredWeight
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _, out_features, in_features = ctx.spec("stored.weight").shape
+        for name, width in (("in_features", in_features), ("out_features", out_features)):
+            decline(limits.why_not_width_of_codes(name, width))
+        return Step(needs=("stored.weight", "stored.scale"), gives=(), keeps=("stored.output:columns",))
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        def bind(weight: Tensor, scale: Tensor) -> Run:
+            guard_codes(weight)
+            require(weight.is_contiguous(), "the codes are not contiguous")
+            return products.bind_transpose_codes(weight, scale)
+
+        return bind

@@ -1,0 +1,506 @@
+"""The partition of a `Sequential` into chains of ops and single modules, with the runtime inputs that they take.
+
+An op that is called alone has a partition of one chain. ``splits`` *counts* a set of rows if its entries are their
+numbers per expert.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from fusedmoe.base import changes
+from fusedmoe.base.autocast import casts_rows
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.inputs import check_inputs, check_names, check_parameters, not_a_tensor
+from fusedmoe.base.log import say_once
+from fusedmoe.call.chain import Chain
+from fusedmoe.call.sorted_rows import (
+    Boundary,
+    ModuleCall,
+    accepts_splits,
+    boundaries,
+    call_module,
+    changes_rows,
+    module_call,
+    why_no_rows,
+)
+from fusedmoe.expert_parallel.shards import Averaged, check_ddp, owners
+from fusedmoe.fusion.graph.forward import Graph, first_takers_of_offsets
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.ops.dispatch import Combine, Dispatch
+from fusedmoe.ops.exchange.fixed import AgreeOnTokens
+from fusedmoe.ops.op import Node, Op, Runnable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+
+    from fusedmoe.base.inputs import Parameters
+    from fusedmoe.kernels.options import KernelOptions
+
+logger = logging.getLogger("fusedmoe.layers.sequential")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A module of a Sequential, after nested Sequentials were replaced by their modules."""
+
+    label: str
+    module: nn.Module
+    joins: bool  # whether it is part of a chain
+
+
+@dataclass(frozen=True)
+class ChainPart:
+    """Consecutive ops that are planned together."""
+
+    chain: Chain  # the chain for input rows that ``splits`` counts
+    apart: Chain | None  # the chain for input rows that ``splits`` no longer counts; None if it is the same
+    sorts_rows: bool  # whether ``splits`` counts the output rows, for any input rows
+
+    @property
+    def title(self) -> str:
+        """The part's name in ``explain()``."""
+        first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
+        return f"chain {first}" if first == last else f"chain {first} to {last}"
+
+    def chain_for(self, counted: bool) -> Chain:
+        """Return the chain for input rows; ``counted`` is whether ``splits`` counts them."""
+        return self.chain if counted or self.apart is None else self.apart
+
+    def run(
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
+    ) -> tuple[Tensor, bool]:
+        """Run the chain; return the output rows, and whether ``splits`` counts them."""
+        return self.chain_for(counted).run(x, named, options, parameters), counted or self.sorts_rows
+
+
+@dataclass(frozen=True)
+class ModulePart:
+    """A module that is called as a module."""
+
+    label: str
+    module: nn.Module
+    call: ModuleCall
+
+    @property
+    def title(self) -> str:
+        """The part's name in ``explain()``, with the reason why the module is in no chain."""
+        why = (
+            "called as a module because of its hooks"
+            if self.call.takes or isinstance(self.module, Op)
+            else "not an op: splits the chain"
+        )
+        why = getattr(self.module, "purpose", why)
+        return f"module {self.label}: {type(self.module).__name__}: {why}"
+
+    def run(
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
+    ) -> tuple[Tensor, bool]:
+        """Call the module with `call_module`; return as `ChainPart.run`. A `Sequential` uses its own options.
+
+        Raises
+        ------
+        InputError
+            The module returned no tensor, and an op comes after it.
+        """
+        y, counted = call_module(self.module, x, named, self.call, counted)
+        if wrong := why_no_rows(y, self.call):
+            raise InputError(wrong)
+        return y, counted
+
+
+@contextmanager
+def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
+    """Restore the buffers of modules after the block, in which ``explain()`` calls modules."""
+    modules = [part.module for part in parts if isinstance(part, ModulePart)]
+    buffers = [(b, b.clone()) for m in modules for b in m.buffers() if not b.is_inference()]
+    try:
+        yield
+    finally:
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # without a new version for autograd
+
+
+def partition_for(
+    root: Runnable, given: Collection[str] = (), returned: tuple[str, ...] = (), casts: bool | None = None
+) -> Partition:
+    """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid.
+
+    Parameters
+    ----------
+    root, given
+        The module, and the names of the runtime inputs.
+    returned
+        The provided values that the call returns besides its rows.
+    casts
+        Whether autocast changes the dtype of the call's rows; None if it is off.
+    """
+    state = root._of_process
+    partition: Partition | None = state.partition
+    if partition is None or not partition.holds(root):
+        partition = state.partition = Partition(root)
+        partition.name(state.place)
+        partition.warn_of_options()
+    sorted_rows = partition.may_be_sorted and "splits" in given
+    # the dtype of rows that a module returns is not known
+    divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
+    if sorted_rows or divided or (returned and not isinstance(root, Op)):
+        kind = sorted_rows, divided, returned
+        partition = state.other_partitions.get(kind)
+        if partition is None or not partition.holds(root):
+            partition = state.other_partitions[kind] = Partition(root, *kind)
+            partition.name(state.place)
+    return partition
+
+
+def partition_of_call(root: Runnable, x: object, given: Collection[str], returned: tuple[str, ...] = ()) -> Partition:
+    """Return the partition of a module for a call with these rows; the rest is as for `partition_for`."""
+    partition = partition_for(root, given, returned)
+    if not partition.mixed or not isinstance(x, Tensor):
+        return partition
+    return partition_for(root, given, returned, casts_rows(x))
+
+
+class Partition:
+    """The parts of a module in order.
+
+    Parameters
+    ----------
+    root
+        A `Sequential`, an `MoE`, or an op that is called alone.
+    sorted_rows
+        The caller gives ``splits`` although no op requires them; see `may_be_sorted`.
+    divided
+        Ops that autocast casts and ops that it does not cast are in different chains; see `Op.autocasts`.
+    returned
+        The provided values that the call returns besides its rows. An op that is called alone returns all of them.
+
+    Attributes
+    ----------
+    parts : list
+        `ChainPart` and `ModulePart`.
+    run : callable
+        Runs the parts on rows, values by name, options and parameters by name; returns the rows of the last part.
+    wanted : dict
+        Each runtime input that the caller must give, with the ops that take it.
+    provided : dict
+        Each value that an op provides, with the op's label.
+    changes_rows : bool
+        Whether a module declares that its output has other rows than its input.
+    may_be_sorted : bool
+        Whether no op requires ``splits``, but one accepts them.
+    exchanges : bool
+        Whether an op or a module exchanges tensors with other ranks.
+    mixed : bool
+        Whether a chain has ops that autocast casts and ops that it does not cast.
+    """
+
+    def __init__(
+        self, root: Runnable, sorted_rows: bool = False, divided: bool = False, returned: tuple[str, ...] = ()
+    ) -> None:
+        self._root_ref = ref(root)  # the module has its partition: a cycle would keep the weights of a deleted module
+        self._returned = root.provides if isinstance(root, Op) else returned
+        self._children: list[tuple[Runnable | None, list[tuple[str, nn.Module | None]]]] = []
+        self._hooked: list[tuple[nn.Module, bool]] = []
+        self._any_global_hook = _has_any_global_hook()
+        self._opened: list[tuple[str, Runnable]] = []
+        # the ops that other modules replace, each with the ops after it, and the attributes of its `Op.placed`
+        self._replaced: list[tuple[Op, list[Op], tuple[Hashable, ...]]] = []
+        self._changes = changes.count
+        members = self._placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
+        groups = _grouped(members, divided)
+        self.mixed = any(len({m.module.autocasts for m in g if isinstance(m.module, Op)}) > 1 for g in groups)
+        sorted_by = f"op.{type(root).__name__}" if isinstance(root, Op) else "Sequential"
+        rows = boundaries([(m.label, m.module) for m in members], sorted_by if sorted_rows else None)
+        self.changes_rows = rows[0].rows != rows[-1].rows
+        ends = [*accumulate(map(len, groups), initial=0)]
+        around = [rows[start : end + 1] for start, end in pairwise(ends)]  # the rows before, in and after each group
+        self.wanted: dict[str, list[str]] = {"splits": [sorted_by]} if sorted_rows else {}
+        self.provided: dict[str, str] = {}
+        self.parts = self._parts_of(groups, around)
+        self.may_be_sorted = "splits" not in self.wanted and any(
+            accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
+        )
+        self._names = self.wanted.keys()
+        self.exchanges = any(getattr(m.module, "exchanges", False) or getattr(m.module, "travels", ()) for m in members)
+        chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
+        self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
+        whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
+        self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
+        if (averaged := Averaged(root)).modules:
+            self.run = partial(_run_averaged, averaged, self.run)
+        if self.exchanges:
+            for _, op, ep in owners(root):
+                ep.copies.add(op)
+            self.run = partial(_run_with_ranks, self.run)
+
+    def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
+        """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
+        takes = [_takes(group) for group in groups]
+        shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
+        parts: list[ChainPart | ModulePart] = []
+        for i, group in enumerate(groups):
+            for name, ops in takes[i].items():
+                if name not in self.provided:
+                    self.wanted.setdefault(name, []).extend(ops)
+            later = {name for t in takes[i + 1 :] for name in t}
+            if any(shared[i + 1 :]):
+                later.add("splits")
+            before = tuple(self.provided)
+            provides = {
+                name: f"{m.label}.{type(m.module).__name__}"
+                for m in group
+                for name in (*getattr(m.module, "provides", ()), *getattr(m.module, "provides_if_read", ()))
+            }
+            self.provided |= provides
+            if group[0].joins:
+                exports = [name for name in provides if name in later or name in self._returned]
+                returns_rows = not isinstance(self._root, Op) or self._root.returns_rows
+                parts.append(_chain_part(_nodes(group), exports, shared[i], before, not i, returns_rows))
+            else:
+                (member,) = group
+                gives_rows = _gives_rows(member, groups[i + 1][0]) if i + 1 < len(groups) else ""
+                read = tuple(name for name in provides if name in later or name in self._returned)
+                call = module_call(member.module, tuple(takes[i]), read, around[i], not i, gives_rows)
+                parts.append(ModulePart(member.label, member.module, call))
+        return parts
+
+    def _members(self, parent: Runnable, prefix: str) -> list[Member]:
+        """Return every module in order, and store the state that `holds` compares."""
+        self._children.append((None if parent is self._root else parent, [*parent._chained()]))
+        members = []
+        for name, module in parent._chained():
+            if module is None:
+                raise InputError(f"Sequential: {prefix}{name}: expected a module, got None")
+            hooked = _hooked(module)
+            self._hooked.append((module, hooked))
+            hooked = hooked or (self._any_global_hook and not _without_parameters(module))
+            if not hooked and parent._opens(module):
+                self._opened.append((prefix + name, module))
+                members += self._members(module, f"{prefix}{name}.")
+            else:
+                joins = isinstance(module, Op) and type(module).forward is type(module).forward_in_chain and not hooked
+                members.append(Member(prefix + name, module, joins))
+        return members
+
+    @property
+    def _root(self) -> Runnable:
+        root = self._root_ref()
+        assert root is not None, "only a module uses its partition"
+        return root
+
+    def holds(self, root: Runnable) -> bool:
+        """Whether the modules of the root, and their hooks, are still those that this partition was made from."""
+        for parent, children in self._children:
+            if [*(root if parent is None else parent)._chained()] != children:
+                return False
+        for module, hooked in self._hooked:
+            if _hooked(module) is not hooked:
+                return False
+        if self._replaced and self._changes != changes.count:
+            count = changes.count  # read before the attributes: another thread may change them meanwhile
+            if any(op.placed(after).attributes() != attributes for op, after, attributes in self._replaced):
+                return False
+            self._changes = count
+        return _has_any_global_hook() is self._any_global_hook
+
+    def _placed(self, members: Sequence[Member]) -> list[Member]:
+        """Return the members with each op replaced by its `Op.placed`, and that by its `Op.expanded`."""
+        following = [m.module for m in members if isinstance(m.module, Op)]
+        placed: list[Member] = []
+        dispatch: tuple[str, Dispatch] | None = None  # the last one
+        for member in members:
+            module = member.module
+            if not isinstance(module, Op):
+                placed.append(member)
+                continue
+            following = following[1:]
+            found = module.placed(following)
+            if isinstance(found, Dispatch):
+                dispatch = member.label, found
+            elif isinstance(found, Combine) and dispatch is not None:
+                _check_ranks(*dispatch, member.label, found)
+            runs = found.expanded() if member.joins else (("", found),)
+            if found is not module or len(runs) > 1:
+                self._replaced.append((module, following, found.attributes()))
+            for suffix, other in runs:
+                label = f"{member.label}.{suffix}" if suffix else member.label
+                placed.append(Member(label, other, member.joins and isinstance(other, Op)))
+        if all_ops := _nodes(placed):
+            Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
+        return _agreement_first(placed)
+
+    def name(self, name: str) -> None:
+        """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
+        for part in self.parts:
+            if isinstance(part, ChainPart) and not isinstance(self._root, Op):
+                part.chain.name = f"{name}, {part.title}" if name else ""
+                for label, op in part.chain.nodes:
+                    op._of_process.place = f"{name}.{label}".lstrip(".")
+
+    def warn_of_options(self) -> None:
+        """Warn of nested Sequentials whose options differ: those of the outermost Sequential apply."""
+        message = "nested Sequential %r: %s applies only when it is called by itself; set it on the outer Sequential"
+        for label, module in self._opened:
+            if module._options not in (DEFAULT, self._root._options):
+                say_once(logger, logging.WARNING, message, label, ", ".join(module._options.changed()))
+
+    @property
+    def who(self) -> str:
+        """The module's name in errors."""
+        return repr(self._root) if isinstance(self._root, Op) else "Sequential"
+
+    def check_inputs(self, x: Tensor, inputs: dict[str, Tensor]) -> None:
+        """Check that the caller gives exactly the runtime inputs that are wanted, as tensors."""
+        if not isinstance(x, Tensor):
+            raise not_a_tensor(self.who, "x", x)
+        if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
+            check_inputs(self.who, self.wanted, inputs, self.provided)
+
+    def check_names(self, given: Sequence[str]) -> None:
+        """Check that the caller gives exactly the runtime inputs that are wanted."""
+        check_names(self.who, self.wanted, given, self.provided)
+
+    def check_parameters(self, given: Parameters) -> None:
+        """Check that each parameter given with a call is taken by an op that has none of its own."""
+        check_parameters(self._parameters, given)
+
+
+def _check_ranks(label: str, dispatch: Dispatch, other_label: str, combine: Combine) -> None:
+    """Raise unless both have the same ranks: the rows of a token would be summed over others than it was sent to."""
+    if dispatch.expert_parallel is not combine.expert_parallel:
+        raise InputError(
+            f"{other_label}.Combine: expert_parallel: expected the object of {label}.Dispatch, "
+            f"{dispatch.expert_parallel}, got {combine.expert_parallel}"
+        )
+
+
+def _agreement_first(members: list[Member]) -> list[Member]:
+    """Move each `AgreeOnTokens` before the ops that leave the number of rows unchanged, so that it splits no chain."""
+    for i, member in enumerate(members):
+        if isinstance(member.module, AgreeOnTokens):
+            first = i
+            while first and members[first - 1].joins and not changes_rows(members[first - 1].module):
+                first -= 1
+            members.insert(first, members.pop(i))
+    return members
+
+
+def _run_parts(
+    parts: Sequence[ChainPart | ModulePart],
+    x: Tensor,
+    named: dict[str, Tensor],
+    options: KernelOptions,
+    parameters: Parameters | None = None,
+) -> Tensor:
+    counted = True
+    for part in parts:
+        x, counted = part.run(x, named, options, parameters, counted)
+    return x
+
+
+def _run_averaged(averaged: Averaged, run: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run parts with parameters that are shards."""
+    averaged.add_hooks()
+    return run(*args)
+
+
+def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Run parts that exchange tensors with other ranks."""
+    check_ddp()
+    return run(*args)
+
+
+def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:
+    """Return the sets of rows in a part that only ops of other parts sort by expert, by number from 0, with that op."""
+    own = first_takers_of_offsets(_nodes(group)) if group[0].joins else {}
+    found: dict[int, str | None] = {}
+    for boundary in among:
+        found.setdefault(boundary.rows - among[0].rows, boundary.taker)
+    return {rows: taker for rows, taker in found.items() if taker is not None and rows not in own}
+
+
+def _gives_rows(member: Member, after: Member) -> str:
+    """Return `ModuleCall.gives_rows` of a module."""
+    if not after.joins:
+        return ""
+    here, there = (f"{m.label}.{type(m.module).__name__}" for m in (member, after))
+    return f"{here}: output: expected a tensor, the rows for {there}"
+
+
+def _chain_part(
+    nodes: Sequence[Node],
+    exports: Sequence[str],
+    shared: Mapping[int, str],
+    before: Sequence[str],
+    first: bool,
+    returns_rows: bool,
+) -> ChainPart:
+    """Return the part of these ops."""
+    chain = Chain(nodes, exports, shared, before, returns_rows)
+    lost = {rows: taker for rows, taker in shared.items() if rows}
+    # only a module before the part can have changed the number of its input rows
+    apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before, returns_rows)
+    sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
+    return ChainPart(chain, apart, sorts_rows)
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its class's ``forward``. Every call checks every module: be fast."""
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "forward" in own
+    )
+
+
+def _without_parameters(module: nn.Module) -> bool:
+    """Whether `Sequential.forward_with` passes the parameters of an op in the module, which then cannot be called."""
+    return any(
+        isinstance(m, Op) and m.parameter_names and all(getattr(m, name, None) is None for name in m.parameter_names)
+        for m in module.modules()
+    )
+
+
+def _nodes(members: Sequence[Member]) -> list[Node]:
+    return [Node(m.label, m.module) for m in members if isinstance(m.module, Op)]
+
+
+def _grouped(members: Sequence[Member], divided: bool) -> list[list[Member]]:
+    """Return the members of each part: neighbouring ops together, any other module alone. ``divided`` is as in
+    `Partition`.
+    """
+    groups: list[list[Member]] = []
+    for member in members:
+        before = groups[-1][-1] if groups else None
+        if before and member.joins and before.joins and not (divided and _autocasts(member) != _autocasts(before)):
+            groups[-1].append(member)
+        else:
+            groups.append([member])
+    return groups
+
+
+def _autocasts(member: Member) -> bool:
+    return isinstance(member.module, Op) and member.module.autocasts
+
+
+def _takes(group: Sequence[Member]) -> dict[str, list[str]]:
+    """Return the runtime inputs that a part takes from outside, with the ops that take them."""
+    if nodes := _nodes(group):
+        return Graph(nodes).takers
+    (member,) = group
+    names: tuple[str, ...] = getattr(member.module, "runtime_inputs", ())
+    return {name: [member.label] for name in names}

@@ -1,0 +1,142 @@
+"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and other libraries."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+
+import torch
+
+from fusedmoe import __version__
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.machine import machine, versions
+from fusedmoe.base.progress import counted
+from fusedmoe.commands.bench.layer import OURS, PEERS, Peer, Sizes, Work
+from fusedmoe.commands.bench.measure import CASES, as_data, lines, measure, plan
+from fusedmoe.commands.bench.timing import CpuTimer, GpuTimer, Timer
+from fusedmoe.commands.sizes import required_sizes
+from fusedmoe.layers.moe import ACTIVATIONS
+from fusedmoe.numerics.recipes import BF16, resolve
+
+__all__ = ["BenchOptions", "add_arguments", "run"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = ("hidden", "intermediate", "experts", "top_k", "tokens")
+REPS = {"cuda": 30, "cpu": 10}
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of the command; see its help."""
+
+    hidden: int | None = None
+    intermediate: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    tokens: int | None = None
+    activation: str = "swiglu"
+    dtype: str | None = None
+    recipe: str = "bf16"
+    device: str | None = None
+    reps: int | None = None
+    json: bool = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
+    parser.add_argument("--experts", metavar="E", type=int, help="number of experts")
+    parser.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
+    parser.add_argument("--tokens", metavar="T", type=int, help="tokens per call: batch x sequence length")
+    parser.add_argument("--activation", choices=tuple(ACTIVATIONS), default="swiglu", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), help="dtype of tokens and weights (default: bf16; on a CPU fp32)"
+    )
+    parser.add_argument("--recipe", default="bf16", help="recipe of our layer; peers run in --dtype (default: bf16)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if torch sees a GPU)")
+    parser.add_argument("--reps", metavar="N", type=int, help="timed calls per variant (default: 30; on a CPU 10)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ...] = PEERS) -> int:
+    """Measure and print; return the exit status, 1 if our layer could not be measured.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option is missing or invalid.
+    """
+    sizes = _sizes(options)
+    device = _device(options)
+    recipe = resolve(options.recipe)
+    dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
+    reps = REPS[device.type] if options.reps is None else options.reps
+    if reps < 1:
+        raise InputError(f"--reps {reps}: must be 1 or more")
+    taking_part = tuple(peer for peer in peers if device.type in peer.devices)
+    try:
+        work = Work(sizes, DTYPES[dtype], device, recipe)
+        with counted(len(taking_part) + len(CASES), "steps") as advance:
+            timer = timer or (GpuTimer(device, reps) if device.type == "cuda" else CpuTimer(reps))
+            rows = measure(work, timer, taking_part, advance)
+        planned = plan(work)
+    except (RuntimeError, TypeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        memory = "GPU" if device.type == "cuda" else "machine"
+        raise InputError(
+            f"these sizes do not fit into the memory of the {memory}: choose smaller ones, such as fewer --tokens"
+        ) from error
+    load = work.load()
+    spread = {"least": int(load.min()), "median": int(load.median()), "most": int(load.max())}
+    head = {"machine": machine(device), "fusedmoe": __version__, "versions": versions()}
+    if options.json:
+        asked = {name: getattr(sizes, name) for name in (*SIZES, "activation")}
+        how = {"dtype": dtype, "recipe": options.recipe, "device": device.type, "reps": reps}
+        print(json.dumps({**head, **asked, **how, "rows_per_expert": spread, "plan": planned, "rows": as_data(rows)}))
+    else:
+        print(f"{head['machine']}, torch {torch.__version__}, fusedmoe {__version__}, {dtype}")
+        print(
+            f"one MoE layer, router included: {sizes.tokens} tokens, hidden {sizes.hidden}, "
+            f"intermediate {sizes.intermediate}, {sizes.experts} experts, top {sizes.top_k}, {sizes.activation}"
+        )
+        print(f"rows per expert: {spread['least']} to {spread['most']}, median {spread['median']}")
+        print(f"{OURS}, recipe {options.recipe}: {planned}")
+        print(_method(device, reps))
+        print("\n" + "\n".join(lines(rows)).rstrip())
+        if recipe != BF16:
+            print(f"\nOnly {OURS} runs under {options.recipe}; each call quantizes the weights.")
+    return 0 if any(row.name == OURS and row.ms is not None for row in rows) else 1
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU, or for sizes beyond 64 bits, the exception has no specific class."""
+    messages = ("can't allocate memory", "not enough memory", "overflow")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error).lower() for text in messages)
+
+
+def _method(device: torch.device, reps: int) -> str:
+    text = f"medians and quartiles of {reps} interleaved calls; 'ours is 2x': ours is twice as fast"
+    if device.type == "cuda":
+        text += "\nthe L2 cache is flushed before each call; memory is without weights and inputs"
+    else:
+        text += f"\nwall time, {torch.get_num_threads()} threads; memory is measured on a GPU only"
+    return text + "; error is relative to fp64"
+
+
+def _sizes(options: BenchOptions) -> Sizes:
+    values = required_sizes(options, SIZES)
+    if values["top_k"] > values["experts"]:
+        raise InputError(f"--top-k {values['top_k']}: must be at most --experts {values['experts']}")
+    return Sizes(**values, activation=options.activation)
+
+
+def _device(options: BenchOptions) -> torch.device:
+    available = torch.cuda.is_available()
+    if options.device == "cuda" and not available:
+        raise InputError("--device cuda: torch sees no GPU; see `fusedmoe doctor`")
+    if options.device == "cpu" or not available:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

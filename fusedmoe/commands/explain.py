@@ -1,0 +1,351 @@
+"""``fusedmoe explain``: plan a model's experts for a GPU from the model's configuration; needs no GPU or weights."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+import textwrap
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.target import checked_arch
+from fusedmoe.call import settings
+from fusedmoe.fusion.language.rule import FusionError
+from fusedmoe.fusion.report.data import format_bytes, hints
+from fusedmoe.integrations import transformers as ours
+from fusedmoe.layers.explain_model import explain
+from fusedmoe.layers.moe import ACTIVATIONS, MoE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import nn
+
+    from fusedmoe.fusion.report.data import PlanData
+    from fusedmoe.layers.explain_model import ExplainedModules, ModelExplanation
+
+__all__ = ["ExplainOptions", "add_arguments", "run"]
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_SIZES = ("hidden", "intermediate", "experts", "top_k")
+_MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # far within torch's 64-bit byte counts
+_AUTO_CLASSES = {  # the first class that knows the configuration builds the model
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForMultimodalLM": "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "AutoModel": "MODEL_MAPPING",
+}
+_PLAN_FIELDS = ("device", "dtype", "recipe", "kept", "kept_bytes", "weight_bytes", "assumed")  # printed as JSON
+_STEP_FIELDS = ("direction", "ops", "rule", "status", "why", "host_sync", "bytes_moved", "launches")
+_TRANSFORMERS = "needs transformers 5.7 or later: pip install transformers"
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """The options of the command; see its help."""
+
+    config: str | None = None
+    arch: str = "90"
+    tokens: int = 8192
+    recipe: str = "bf16"
+    dtype: str | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    experts: int | None = None
+    top_k: int | None = None
+    activation: str | None = None
+    strict: bool = False
+    json: bool = False
+
+
+class ConfigError(Exception):
+    """A model cannot be built from a configuration; the message gives the reason."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="config.json of a transformers model, a directory with one, or the name of a model in the local cache",
+    )
+    parser.add_argument(
+        "--arch",
+        default=ExplainOptions.arch,
+        help="target architecture; 90 is an H100 or H200 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", metavar="T", type=int, default=ExplainOptions.tokens, help="tokens per call (default: %(default)s)"
+    )
+    parser.add_argument("--recipe", default=ExplainOptions.recipe, help="numeric recipe (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), help="dtype of the parameters (default: CONFIG's, else bfloat16)"
+    )
+    layer = parser.add_argument_group("one layer, instead of CONFIG")
+    layer.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    layer.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
+    layer.add_argument("--experts", metavar="E", type=int, help="number of experts")
+    layer.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
+    layer.add_argument("--activation", choices=tuple(ACTIVATIONS), help="activation (default: swiglu)")
+    parser.add_argument(
+        "--strict", action="store_true", help="exit with status 1 if an op that has a fused kernel is not fused"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: ExplainOptions) -> int:
+    """Print the plans; return the exit status.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option is missing or invalid.
+    """
+    arch = checked_arch(options.arch, "--arch")
+    if options.tokens < 1:
+        raise InputError(f"--tokens {options.tokens}: must be 1 or more")
+    if options.tokens > _MOST_TOKENS:
+        raise InputError(f"--tokens {options.tokens}: must be at most 2^40")
+    with settings.recipe(options.recipe):
+        try:
+            title, model, not_planned = _model(options)
+        except ConfigError as error:
+            print(f"fusedmoe explain: error: {error}", file=sys.stderr)
+            return 1
+        result = explain(model, tokens=options.tokens, arch=arch)
+    if not_planned:
+        groups = tuple(replace(group, explanation=None, note=not_planned) for group in result.groups)
+        result = replace(result, groups=groups)
+    print(_as_json(title, arch, options, result) if options.json else _as_text(title, arch, options, result))
+    return _checked(options, result) if options.strict else 0
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------
+
+
+def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
+    """Return a title, the model on the meta device, and the reason why its experts are not planned, or ""."""
+    sizes = {name: getattr(options, name) for name in (*_SIZES, "activation")}
+    given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    if options.config is not None:
+        if given:
+            raise InputError(f"{', '.join(given)}: expected without CONFIG, got {options.config}")
+        if not options.config:
+            raise InputError("CONFIG: expected a path or a name, got an empty one")
+        return _transformers_model(options.config, options.dtype)
+    if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
+        sizes_of = "the missing sizes of a layer" if given else "the sizes of a layer"
+        raise InputError(f"expected CONFIG, or {sizes_of}: {', '.join(missing)}")
+    hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
+    if max(options.tokens * top_k, 2 * experts * intermediate) * max(hidden, 2 * intermediate) > _MOST_NUMBERS:
+        raise InputError("the layer would have tensors of more than 2^56 numbers: choose smaller sizes")
+    dtype, activation = options.dtype or "bfloat16", options.activation or "swiglu"
+    layer = MoE(hidden, intermediate, experts, top_k, activation=activation, device="meta", dtype=_DTYPES[dtype])
+    title = f"MoE layer, hidden {hidden}, intermediate {intermediate}, {experts} experts, top {top_k}, {activation}"
+    return f"{title}, {dtype}", torch.nn.ModuleDict({"layer": layer}), ""
+
+
+def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, str]:
+    """Return the results of `_model` for a configuration of transformers."""
+    try:
+        import transformers  # noqa: F401
+
+        ours.register()
+    except ImportError as error:
+        raise ConfigError(f"{name}: {_TRANSFORMERS} ({error})") from error
+    config = _config(name)
+    dtype_ = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
+    quantization = _quantization(name, config)
+    method = quantization.get("quant_method", "bitsandbytes")  # early bitsandbytes checkpoints have no quant_method
+    model = _built(name, config, dtype_)
+    if method == "fp8":  # transformers creates the layers of other methods from the weights
+        _quantize(name, model, quantization)
+    if "llama4" in str(config.model_type) and not quantization:
+        ours.patch_llama4(model)
+    for module in filter(ours.runs_here, model.modules()):
+        _check_top_k(name, module)
+    billions = sum(p.numel() for p in model.parameters()) / 1e9
+    title = f"{type(model).__name__}, {billions:.1f} billion parameters, {str(dtype_).removeprefix('torch.')}"
+    if not quantization:
+        return title, model, ""
+    not_planned = (
+        f"the checkpoint is quantized by {method}, and fusedmoe has no kernels for quantized experts; "
+        f"remove quantization_config from the configuration to plan the model unquantized"
+    )
+    return f"{title}, quantized by {method}", model, "" if method == "fp8" else not_planned
+
+
+def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return the model of a configuration on the meta device."""
+    import transformers
+
+    known = (auto for auto, mapping in _AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
+    if (auto := next(known, None)) is None:
+        raise ConfigError(f"{name}: transformers cannot build a model from {type(config).__name__} alone")
+    how = {"experts_implementation": ours.NAME, "dtype": dtype, "trust_remote_code": False}
+    with _errors_of_transformers(name), torch.device("meta"):
+        model: nn.Module = getattr(transformers, auto).from_config(config, **how)
+    return model
+
+
+def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None:
+    """Replace the layers of a model with transformers' layers for the quantized checkpoint."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    with _errors_of_transformers(name):
+        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
+        quantizer.preprocess_model(model)
+
+
+@contextmanager
+def _errors_of_transformers(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # any exception of the model's code
+        text = f"transformers cannot build a model of it: {type(error).__name__}: {error}"
+        raise ConfigError(f"{name}: {text}") from error
+
+
+def _check_top_k(name: str, experts: Any) -> None:
+    top_k, of = ours.top_k_of(experts), experts.num_experts
+    if top_k is not None and not 1 <= top_k <= of:
+        raise ConfigError(f"{name}: experts per token: expected 1 to {of}, got {top_k}")
+
+
+def _quantization(name: str, config: Any) -> dict[str, Any]:
+    """Return the configuration's quantization settings; empty if the checkpoint is not quantized."""
+    found = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    settings: object = next((settings for settings in found if settings), {})
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{name}: quantization_config: expected an object, got {settings!r}")
+    return settings
+
+
+def _config(name: str) -> Any:
+    """Load the configuration from a file, a directory or the local cache, without downloading."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{name}: the directory has no config.json")
+        return _config(str(path / "config.json"))
+    try:
+        if path.is_file():
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(fields, dict) or "model_type" not in fields:
+                raise ConfigError(f"{name}: expected the config.json of a transformers model, got no model_type in it")
+            kind = fields["model_type"]
+            if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+                raise ConfigError(f"{name}: {_unknown_kind(kind, CONFIG_MAPPING)}")
+            return AutoConfig.for_model(**fields)
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except ConfigError:
+        raise
+    except Exception as error:  # from parsing the file, or from the configuration's class
+        if not path.exists():
+            missing = "no such file or directory, nor a model in the local cache of transformers"
+            raise ConfigError(f"{name}: {missing}; download its config.json and pass the path") from error
+        text = textwrap.shorten(str(error), 400, placeholder=" ...")
+        raise ConfigError(f"{name}: transformers cannot read it: {type(error).__name__}: {text}") from error
+
+
+def _unknown_kind(kind: object, known: Iterable[str]) -> str:
+    """Return the message for a ``model_type`` that transformers does not have, without the hundreds that it has."""
+    import transformers
+
+    close = difflib.get_close_matches(kind, known, n=1) if isinstance(kind, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else "."
+    return (
+        f"model_type: expected one that transformers {transformers.__version__} has, got {kind!r}{hint} A model whose "
+        f"code comes with its checkpoint cannot be read; a newer transformers may have it"
+    )
+
+
+# ---- output --------------------------------------------------------------------------------------------------------
+
+
+def _as_text(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
+    parts = [f"{title}\n{options.tokens} tokens, training, on an sm_{arch} GPU; nothing was run", result.table()]
+    for group in result.groups:
+        if group.explanation is not None:
+            parts.append(f"{_heading(group)}\n\n{group.explanation.table()}")
+    return "\n\n".join([*parts, *hints(result.plans)])
+
+
+def _heading(group: ExplainedModules) -> str:
+    """``model.layers.{0-47}.mlp.experts: Qwen3MoeExperts, x48, kept for backward 48 x 449.3 MiB = 21.1 GiB``."""
+    assert group.explanation is not None
+    count = len(group.names)
+    kept = sum(plan.kept_bytes for plan in group.explanation.plans)
+    text = format_bytes(kept)
+    if count > 1:
+        text = f"{count} x {text} = {format_bytes(count * kept)}"
+    return f"{group.name}: {group.kind}{f', x{count}' if count > 1 else ''}, kept for backward {text}"
+
+
+def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
+    """Return the ops without a fused kernel on this architecture and the modules between chains, by reason."""
+    found: dict[str, list[str]] = {}
+    for plan in result.plans:
+        for step in plan.without_kernel:
+            why = step.nearest_miss.reason if step.nearest_miss is not None else "no fused kernel"
+            ops = found.setdefault(why, [])
+            ops += [op for op in step.ops if op not in ops]
+    for group in result.groups:
+        for title in group.explanation.modules if group.explanation is not None else ():
+            label, kind, why = title.removeprefix("module ").split(": ", 2)
+            ops = found.setdefault(f"no fused kernel ({why})", [])
+            ops += [op for op in [f"{label}.{kind}"] if op not in ops]
+    return found
+
+
+def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
+    """Report on stderr whether every op that has a fused kernel is fused; return the exit status."""
+    sys.stdout.flush()
+    try:
+        result.raise_if_missed()
+    except FusionError as error:
+        print(f"fusedmoe explain: {error}", file=sys.stderr)
+        return 1
+    for why, ops in _without_kernel(result).items():
+        print(f"strict: fusion not required for {', '.join(ops)}: {why}", file=sys.stderr)
+    fused = "everything else" if _without_kernel(result) else "everything"
+    print(f"strict: {fused} is fused", file=sys.stderr)
+    return 0
+
+
+def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
+    groups = [
+        {
+            "names": group.names,
+            "class": group.kind,
+            "note": group.note,
+            "router": group.router,
+            "modules": group.explanation.modules if group.explanation is not None else (),
+            "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
+        }
+        for group in result.groups
+    ]
+    found = {
+        "model": title,
+        "arch": arch,
+        "tokens": options.tokens,
+        "recipe": options.recipe,
+        "groups": groups,
+        "missed": [{"where": where, "why": why} for where, why in result.missed],
+        "without_kernel": _without_kernel(result),
+    }
+    return json.dumps(found, indent=2)
+
+
+def _plan(plan: PlanData) -> dict[str, Any]:
+    steps = [{name: getattr(step, name) for name in _STEP_FIELDS} for step in plan.steps]
+    return {name: getattr(plan, name) for name in _PLAN_FIELDS} | {"steps": steps}

@@ -1,0 +1,176 @@
+"""``fusedmoe tune``: measure the tile configurations of an expert MLP's products, and save the fastest."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusedmoe.base.errors import InputError
+from fusedmoe.base.progress import counted
+from fusedmoe.commands.sizes import required_sizes
+from fusedmoe.kernels.build import cache, toolkit
+from fusedmoe.kernels.sm90.limits import why_not_width
+from fusedmoe.kernels.sm90.tiles import choice, tuned, tuning
+from fusedmoe.kernels.sm90.tiles.config import TileConfig
+from fusedmoe.kernels.sm90.tiles.tuning import Measure, Mlp, Product
+
+__all__ = ["Gpu", "TuneOptions", "add_arguments", "find_gpu", "run"]
+
+SIZES = ("hidden", "intermediate", "experts", "rows")
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The options of the command; see its help."""
+
+    hidden: int | None = None
+    intermediate: int | None = None
+    experts: int | None = None
+    rows: int | None = None
+    top_k: int = 1
+    activation: str = "swiglu"
+    dtype: str = "bf16"
+    reps: int = 30
+    clear: bool = False
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU to measure on: its name and its number of SMs."""
+
+    name: str
+    sms: int
+
+
+class NoGpuError(Exception):
+    """The machine has no GPU to measure on; the message has the reason."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command to its parser."""
+    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
+    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
+    parser.add_argument("--experts", metavar="E", type=int, help="experts on this GPU")
+    parser.add_argument("--rows", metavar="R", type=int, help="rows in total: tokens x chosen experts per token")
+    parser.add_argument(
+        "--top-k", metavar="K", type=int, default=1, help="chosen experts per token (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--activation", choices=tuple(tuning.ACTIVATIONS), default="swiglu", help="(default: %(default)s)"
+    )
+    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(default: %(default)s)")
+    parser.add_argument("--reps", metavar="N", type=int, default=30, help="timed calls per tile (default: %(default)s)")
+    parser.add_argument("--clear", action="store_true", help="delete the measurements of this machine")
+
+
+def run(options: TuneOptions, measure: Measure = tuning.measure, gpu: Gpu | None = None) -> int:
+    """Measure, print and save; return the exit status. ``gpu`` defaults to the current one.
+
+    Raises
+    ------
+    fusedmoe.InputError
+        An option is missing or invalid.
+    """
+    if options.clear:
+        if any(getattr(options, name) is not None for name in SIZES):
+            raise InputError("--clear: expected without sizes")
+    else:
+        mlp = _mlp(options)
+    try:
+        file = tuned.path()
+        if file is None:
+            raise cache.CacheUnusableError(
+                f"{cache.VARIABLE}={cache.OFF} switches off the cache, which stores the measurements"
+            )
+        if options.clear:
+            return _clear(file)
+        return _tune(mlp, options.reps, measure, gpu or find_gpu(), file)
+    except (cache.CacheUnusableError, NoGpuError) as error:
+        print(f"fusedmoe tune: error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"fusedmoe tune: error: cannot write {file} ({error.strerror}); set {cache.VARIABLE}", file=sys.stderr)
+    return 1
+
+
+def find_gpu() -> Gpu:
+    """Return the GPU to measure on.
+
+    Raises
+    ------
+    NoGpuError
+        No GPU runs the kernels, or their packages are missing.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise NoGpuError("torch sees no GPU to measure on; see `fusedmoe doctor`")
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if (device.major, device.minor) != (9, 0) or torch.version.hip:
+        raise NoGpuError(f"the kernels are for sm_90, and this GPU is {device.name}")
+    if missing := toolkit.missing_packages():
+        raise NoGpuError(f"compiling kernels needs {' and '.join(missing)}: not installed")
+    return Gpu(device.name, device.multi_processor_count)
+
+
+def _mlp(options: TuneOptions) -> Mlp:
+    sizes = required_sizes(options, SIZES)
+    for name in ("hidden", "intermediate"):
+        reason = why_not_width(f"--{name}", sizes[name])
+        if reason is not None:
+            raise InputError(reason)
+    if options.reps < 1:
+        raise InputError(f"--reps {options.reps}: must be 1 or more")
+    if options.top_k < 1:
+        raise InputError(f"--top-k {options.top_k}: must be 1 or more")
+    return Mlp(**sizes, activation=options.activation, dtype=options.dtype, top_k=options.top_k)
+
+
+def _clear(file: Path) -> int:
+    existed = os.path.lexists(file)
+    file.unlink(missing_ok=True)
+    print(f"removed {file}" if existed else f"{file} does not exist")
+    return 0
+
+
+def _tune(mlp: Mlp, reps: int, measure: Measure, gpu: Gpu, file: Path) -> int:
+    import torch
+
+    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)  # fail before measuring
+    print(
+        f"{gpu.name}, {mlp.dtype}, {mlp.activation}, {mlp.rows} rows of {mlp.experts} experts, "
+        f"{mlp.top_k} per token, medians of {reps} calls"
+    )
+    products = tuning.products(mlp, gpu.sms)
+    total = sum(len(choice.candidates(product.problem)) for product in products)
+    with counted(total, "configurations") as advance:
+        for product in products:
+            try:
+                times = measure(mlp, product, reps, advance)
+            except torch.OutOfMemoryError:
+                message = f"{product.title}: the GPU is out of memory; choose fewer --rows"
+                print(f"fusedmoe tune: error: {message}", file=sys.stderr)
+                return 1
+            print(_table(product, times), flush=True)
+            best = min(times, key=lambda config: times[config])
+            tuned.add(file, gpu.name, product.problem.coarse, best.name, times[best])
+    print(f"\nsaved in {file}; `fusedmoe tune --clear` removes it")
+    return 0
+
+
+def _table(product: Product, times: Mapping[TileConfig, float]) -> str:
+    """Return the table of one product's candidates, fastest first."""
+    p = product.problem
+    best = min(times, key=lambda config: times[config])
+    marks = {best: ["best"]}
+    marks.setdefault(choice.by_model(p), []).append("the cost model's choice")
+    marks.setdefault(choice.choose(p), []).append("used until now")
+    lines = [f"\n{product.title}: {p.columns} columns, depth {p.depth}", f"  {'config':<16}{'ms':>10}{'TFLOP/s':>10}"]
+    for config in sorted(times, key=lambda config: times[config]):
+        rate = product.flops / times[config] / 1e9
+        line = f"  {config.name:<16}{times[config]:>10.4f}{rate:>10.0f}  {', '.join(marks.get(config, []))}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)

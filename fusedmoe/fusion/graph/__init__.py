@@ -1,0 +1,1 @@
+"""The forward and the backward chain: values, places and steps."""

@@ -1,0 +1,1 @@
+"""The language of rules: patterns, their match, and the set of rules."""

@@ -1,0 +1,1 @@
+"""A plan as a Python function, and the table of the plans of a chain."""

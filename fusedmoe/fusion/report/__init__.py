@@ -1,0 +1,1 @@
+"""The data of `explain()`, and its text."""

@@ -1,0 +1,1 @@
+"""The search for the cheapest covering of a chain by rules."""

@@ -1,0 +1,105 @@
+"""The estimated time of a fused plan, which tells whether a recipe is worth its quantization.
+
+A step multiplies for ``m = FLOPs / rate`` and moves bytes for ``b = bytes / bandwidth``. Its time is
+``max(m, b) + beside * min(m, b)``, plus 3 us per launch: prologues and epilogues of tiles are not hidden by products.
+
+The constants are fitted to the layers that ``benchmarks/results`` has from an H200. For these layers, a test compares
+the ratios of two recipes with the measured ratios. An H100 has the same rates, and 0.7 times the bandwidth.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from fusedmoe.fusion.report.data import PlanData, PlannedStep
+
+
+class _Product(NamedTuple):
+    flops_per_us: float
+    beside: float  # the part of the smaller of both times that is not hidden
+
+
+@dataclass(frozen=True)
+class _Machine:
+    name: str
+    bytes_per_us: float
+    us_per_launch: float
+    unquantized: _Product
+    of_codes: _Product
+
+
+_BOUND_BY_ARITHMETIC = "nvfp4"  # rotation, random bits, and a read for the largest magnitudes
+_MACHINES = {90: _Machine("H200", 4.2e6, 3.0, _Product(808e6, 0.47), _Product(1320e6, 0.77))}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The estimated time of a call's forward and backward pass under a recipe, and in bf16.
+
+    Attributes
+    ----------
+    machine : str
+        The GPU.
+    us : float
+        The time under the recipe, in us, without the quantization of weights.
+    weights_us : float
+        The time to quantize the weights, in us, which is needed after each change of the weights.
+    bf16_us : float
+        The time under the recipe ``"bf16"``, in us.
+    """
+
+    machine: str
+    us: float
+    weights_us: float
+    bf16_us: float
+
+    @property
+    def micro_batches(self) -> int | None:
+        """The smallest number of calls between two changes of the weights for which the recipe is not slower than bf16;
+        None if it is slower for any number.
+        """
+        saved = self.bf16_us - self.us
+        return None if saved <= 0 else max(1, math.ceil(self.weights_us / saved))
+
+    def __str__(self) -> str:
+        weights = f", and {_time(self.weights_us)} after each change of the weights" if self.weights_us else ""
+        return f"estimated on an {self.machine}: {_time(self.us)}{weights}; under bf16 {_time(self.bf16_us)}"
+
+
+def estimated(plan: PlanData, in_bf16: PlanData) -> Estimate | None:
+    """Return the estimate of a plan, given the plan of the same call under ``"bf16"``.
+
+    None without an estimate: for other architectures, for plans with unfused steps, for a recipe that changes nothing,
+    and for formats whose quantization takes longer than its bytes.
+    """
+    machine = _MACHINES.get(plan.arch or 0)
+    if machine is None or plan.unfused or in_bf16.unfused or plan.formats == in_bf16.formats:
+        return None
+    if any(quantizer.startswith(_BOUND_BY_ARITHMETIC) for quantizer in plan.formats):
+        return None
+    weights = [step for step in plan.steps if step.is_of_weight]
+    others = [step for step in (*plan.steps, *plan.glue) if not step.is_of_weight]
+    return Estimate(
+        machine.name,
+        us=_us(others, machine),
+        weights_us=_us(weights, machine),
+        bf16_us=_us((*in_bf16.steps, *in_bf16.glue), machine),
+    )
+
+
+def _us(steps: Iterable[PlannedStep], machine: _Machine) -> float:
+    total = 0.0
+    for step in steps:
+        product = machine.of_codes if step.of_codes else machine.unquantized
+        times = step.flops / product.flops_per_us, step.bytes_moved / machine.bytes_per_us
+        total += max(times) + product.beside * min(times) + step.launches * machine.us_per_launch
+    return total
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"

@@ -1,0 +1,1 @@
+"""Kernels from the disk cache or the compiler, and the list of those built ahead of time."""

@@ -1,0 +1,1 @@
+"""Kernels without a matrix product, for every architecture."""

@@ -1,0 +1,1 @@
+"""Activations of rows, and their derivatives."""

@@ -1,0 +1,1 @@
+"""Kernels that move rows between tokens and experts, and sum them."""

@@ -1,0 +1,181 @@
+"""The kernels of `offsets.py` as functions of torch tensors. No call waits for the device or reads ``splits`` on the
+host.
+
+Axes: R rows sorted by expert, E experts, N columns, S slices of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmoe.base.lasting import unread
+from fusedmoe.base.target import kernel_arch
+from fusedmoe.kernels.build.compiler import load
+
+NAMES = {
+    torch.int32: "int32", torch.int64: "int64",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+}  # fmt: skip
+
+WARP_COLUMNS = 256  # columns per warp: 16 bytes per lane
+TARGET_WARPS = 132 * 48  # two waves on 132 SMs: the second balances the load
+LEAST_SLICE_ROWS = 32  # a slice reads 2 bytes per column and row, far more than the 4 per column that it writes
+SLICE_UNIT = 8  # rows that a warp loads at once
+
+
+def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
+    """Ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``, in one launch.
+
+    Parameters
+    ----------
+    splits_E
+        Rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No value overflows.
+    num_rows
+        R, the number of rows, below 2**31.
+
+    Returns
+    -------
+    Tensor
+        int32, shape (E,), non-decreasing, within [0, R].
+    """
+    return bind_offsets_from_splits(splits_E, num_rows)(splits_E)
+
+
+def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., Tensor]:
+    """Return `offsets_from_splits` of splits of the same shape and dtype as these; it ignores further arguments."""
+    experts = splits_E.shape[0]
+    kernel = None
+    if num_rows and experts:
+        from fusedmoe.kernels.rows.move.offsets import Offsets  # deferred: imports the CuTe DSL
+
+        kernel = load(Offsets(NAMES[splits_E.dtype], arch=kernel_arch(splits_E.device)))
+    # its ``new_empty`` takes a third less time than one that changes the dtype
+    int32 = unread(splits_E.device, torch.int32, 0)
+
+    def run(splits_E: Tensor, *_: Any) -> Tensor:
+        offsets_E = int32.new_empty(experts)
+        if kernel is None:
+            return offsets_E.zero_()
+        kernel(splits_E, offsets_E, num_rows)
+        return offsets_E
+
+    return run
+
+
+def bind_row_ranges(
+    offsets_E: Tensor, token_of_row: Tensor, first: int, end: int, tokens: int, divided: int | None = None
+) -> Callable[..., Tensor]:
+    """Return a function of ``(offsets, token_of_row, out)``: three ranges of the experts' rows, written into ``out``.
+
+    ``out`` is an int32 vector of 3 * 2 (E + 1) + 1 elements, of which the last one is not written. A range has E + 1
+    first rows, then E + 1 ends. The ranges are those of the row tiles that have only rows of the tokens from
+    ``first`` to before ``end``, of the tiles before them, and of the tiles after them. The rows of no expert are one
+    more expert: in the last range that has rows for any splits. So are all rows of the experts from number ``divided``
+    on; None: the rows of every expert are divided.
+    """
+    from fusedmoe.kernels.rows.move.ranges import AFTER, BEFORE, OWN, RowRanges  # deferred: imports the CuTe DSL
+
+    of_experts = offsets_E.shape[0] if divided is None else divided
+    tail = AFTER if end < tokens else BEFORE if first else OWN
+    kernel = load(RowRanges())
+
+    def run(offsets_E: Tensor, token_of_row: Tensor, out: Tensor) -> Tensor:
+        kernel(offsets_E, token_of_row, out, first, end, of_experts, tail)
+        return out
+
+    return run
+
+
+def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """``sums[e] = sum of grad over the rows of e``, in fp32, rounded once; the same bits at every call. Two launches.
+
+    Parameters
+    ----------
+    grad_RN
+        Rows sorted by expert, bf16 or fp16, shape (R, N), with unit stride in N. N and the pitch are multiples of 8,
+        the address a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
+    offsets_E
+        Ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
+    dtype
+        Dtype of the sums: bf16, fp16 or fp32; by default that of ``grad``.
+
+    Returns
+    -------
+    Tensor
+        Shape (E, N); zeros for an expert without rows.
+    """
+    return bind_column_sums(grad_RN, offsets_E, dtype)(grad_RN, offsets_E)
+
+
+def bind_column_sums(
+    grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = None
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return `column_sums` of ``(grad, offsets)`` for tensors of the same shapes, dtypes and strides as these."""
+    num_rows, columns = grad_RN.shape
+    experts, device = offsets_E.shape[0], grad_RN.device
+    dtype = grad_RN.dtype if dtype is None else dtype
+    if not (num_rows and columns and experts):
+        return lambda grad_RN, offsets_E: grad_RN.new_zeros(experts, columns, dtype=dtype)
+    from fusedmoe.kernels.rows.move.offsets import ColumnSums  # deferred: imports the CuTe DSL
+
+    slice_rows = rows_per_slice(num_rows, columns)
+    # the partial sum of an expert's rows in slice s is row s + expert; see offsets.py
+    partial_rows = -(-num_rows // slice_rows) + experts
+    kernel = load(ColumnSums(NAMES[grad_RN.dtype], NAMES[dtype], arch=kernel_arch(device)))
+
+    def run(grad_RN: Tensor, offsets_E: Tensor) -> Tensor:
+        partial_PN = torch.empty((partial_rows, columns), dtype=torch.float32, device=device)
+        sums_EN = torch.empty((experts, columns), dtype=dtype, device=device)
+        kernel(grad_RN, offsets_E, partial_PN, sums_EN, slice_rows)
+        return sums_EN
+
+    return run
+
+
+def bind_zero_tail(rows_RN: Tensor, offsets_E: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of ``(rows, offsets)`` that writes zeros to the rows from ``offsets[-1]`` on, in place, and
+    returns the rows. The tensors are as for `column_sums`.
+    """
+    if not (rows_RN.numel() and offsets_E.numel()):
+        return lambda rows_RN, offsets_E: rows_RN.zero_()
+    from fusedmoe.kernels.rows.move.offsets import ZeroTail  # deferred: imports the CuTe DSL
+
+    kernel = load(ZeroTail(NAMES[rows_RN.dtype], arch=kernel_arch(rows_RN.device)))
+
+    def run(rows_RN: Tensor, offsets_E: Tensor) -> Tensor:
+        kernel(rows_RN, offsets_E)
+        return rows_RN
+
+    return run
+
+
+def bind_sum_partials(count: int, columns: int) -> Callable[[Tensor], Tensor]:
+    """Return the sum over the first axis of an fp32 tensor (count, columns), in one launch, or none if there is nothing
+    to add. The number of columns is a multiple of 8.
+    """
+    if count == 1 or not columns:
+        return lambda partial: partial[0]
+    from fusedmoe.kernels.rows.move.parts import SumParts  # deferred: imports the CuTe DSL
+
+    kernel = load(SumParts("fp32", 1))
+
+    def run(partial: Tensor) -> Tensor:
+        total = partial.new_empty(1, columns)
+        kernel(partial.unsqueeze(1), total)
+        return total[0]
+
+    return run
+
+
+def rows_per_slice(num_rows: int, columns: int) -> int:
+    """Length of a slice of rows: short enough that the warps fill a GPU twice, but at least `LEAST_SLICE_ROWS`.
+
+    It depends on the shape alone, not on the GPU, so the sums of a shape have the same bits everywhere.
+    """
+    blocks = -(-columns // WARP_COLUMNS)
+    rows = max(LEAST_SLICE_ROWS, -(-num_rows * blocks // TARGET_WARPS))
+    return -(-rows // SLICE_UNIT) * SLICE_UNIT

@@ -1,0 +1,1 @@
+"""Kernels that quantize, dequantize and transpose rows."""

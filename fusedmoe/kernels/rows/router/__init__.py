@@ -1,0 +1,1 @@
+"""Kernels that choose experts from logits."""

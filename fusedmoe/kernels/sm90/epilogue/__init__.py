@@ -1,0 +1,1 @@
+"""The epilogues of the grouped products: outputs in bf16 and in FP8."""

@@ -1,0 +1,1 @@
+"""The grouped products for Hopper: main loops, loads, and the tile scheduler."""

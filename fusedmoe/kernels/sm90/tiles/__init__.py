@@ -1,0 +1,1 @@
+"""The tile configurations, and the choice among them."""

@@ -1,0 +1,1 @@
+"""Numeric formats, recipes and rows sorted by expert, in plain torch."""

@@ -1,0 +1,1 @@
+"""The ops that exchange tokens between ranks."""

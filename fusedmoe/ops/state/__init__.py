@@ -1,0 +1,1 @@
+"""State of ops that outlives a call: the weight cache, amax histories, random numbers, sums of gradients."""
