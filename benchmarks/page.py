@@ -1,6 +1,6 @@
 """``python -m benchmarks.page``: write docs/benchmarks.md, docs/expert_parallel_scale.md, and figures of other pages.
 
-The others are docs/fp8.md and docs/which_recipe.md. All figures come from the result files.
+The others are docs/fp8.md and docs/recipes.md. All figures come from the result files.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.results import ROOT
 from benchmarks.train import page as train_page
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
-FP8_PAGE, WHICH_RECIPE = PAGE.with_name("fp8.md"), PAGE.with_name("which_recipe.md")
+FP8_PAGE, RECIPES_PAGE = PAGE.with_name("fp8.md"), PAGE.with_name("recipes.md")
 SCALE = PAGE.with_name("expert_parallel_scale.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 ALL_RESULTS = ROOT / "results"  # with a folder per machine
@@ -298,9 +298,9 @@ def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED, trained:
     return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared), load(trained, "train_recipes"))
 
 
-def render_which_recipe(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
-    """Return docs/which_recipe.md with the figures of the result file of the recipes."""
-    text, found = WHICH_RECIPE.read_text(encoding="utf-8"), load_recipes(folder, layer_folder)
+def render_recipes(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
+    """Return docs/recipes.md with the figures of the result file of the recipes."""
+    text, found = RECIPES_PAGE.read_text(encoding="utf-8"), load_recipes(folder, layer_folder)
     return recipes_page.filled(text, found) if found else text
 
 
@@ -326,7 +326,7 @@ def main() -> None:
         print(training.draw(compared, PICTURES))
     if trained := load(RESULTS, "train_recipes"):
         print(train_page.draw(trained, PICTURES))
-    pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), WHICH_RECIPE: render_which_recipe()}
+    pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), RECIPES_PAGE: render_recipes()}
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(page)

@@ -1,4 +1,4 @@
-"""The parts of docs/which_recipe.md that have the figures of ``recipes.json``, and the table of docs/benchmarks.md."""
+"""The parts of docs/recipes.md that have the figures of ``recipes.json``, and the table of docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ operands.
 
 
 def filled(text: str, found: Mapping[str, Any]) -> str:
-    """Return docs/which_recipe.md with the figures of a result file."""
-    return marked.filled(text, {"time": time(found), "memory": memory(found)}, "docs/which_recipe.md")
+    """Return docs/recipes.md with the figures of a result file."""
+    return marked.filled(text, {"time": time(found), "memory": memory(found)}, "docs/recipes.md")
 
 
 def time(found: Mapping[str, Any]) -> str:

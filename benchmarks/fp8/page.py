@@ -17,7 +17,6 @@ from benchmarks.fp8.layers import (
     FORWARD,
     MICRO_BATCHES,
     RECIPES,
-    RESULTS,
     STEP,
     speedups,
 )
@@ -29,7 +28,8 @@ from benchmarks.train import page as train_page
 
 FP8, WGRAD_BF16 = RECIPES[1:]
 EVERY_RECIPE = (*RECIPES, *BY_EXPERT)
-ERRORS = {"y": "y", "x": "dx", "router": "drouter", "probs": "dprobs", "weight1": "dw1", "weight2": "dw2"}
+FORMATS = {"bf16": "bf16", "fp8": f"`{FP8}`", PRODUCT_BY_EXPERT: "one scale per expert"}
+ERRORS = ("y",), ("x",), ("router", "probs"), ("weight1",), ("weight2",)  # of each column
 TITLES = {
     STEP: "Forward and backward, weights quantized in every step",
     ACCUMULATED: f"Forward and backward, weights quantized once per {MICRO_BATCHES} micro-batches",
@@ -40,23 +40,23 @@ SPEED = """\
 
 Each time is a median of CUDA events around one call, with a flushed L2 cache and without launch gaps of the host. The
 variants take turns. {machine}, torch {torch}, CUDA {cuda}, nvidia-cutlass-dsl {dsl}, commit {commit}. {ceiling}All
-figures are those of `fp8.json` from `python -m benchmarks --only fp8`.{note}
+figures are those of `fp8.json` from `python -m benchmarks --only fp8`.{note} A number with *x* is the time in bf16
+divided by that of the recipe: above 1, the recipe is faster.
 
 ### Whole layers
 
-`fm.MoE` from tokens to tokens with its router; for `deepseek-v3-ep32`, the routed experts of one rank on dispatched
-rows. *x bf16* is the time in bf16 divided by that of the recipe: above 1, the recipe is faster.
+`fm.MoE` from tokens to tokens with its router, in ms; for `deepseek-v3-ep32`, the routed experts of one rank on
+dispatched rows. *Delayed* is delayed scaling with the defaults of Transformer Engine.
 """
 LONG_CALLS = """\
-With micro-batches, the kernels add the weight gradients to fp32 `main_grad`. One call has {n} micro-batches, and its
-time is divided by {n}. So these are times under sustained load, where a GPU may lower its clock. The times of the other
-tables are those of single calls.
+With micro-batches, the kernels add the weight gradients to fp32 `main_grad`. A call has {n} of them, and its time is
+divided by {n}: times under sustained load, where a GPU may lower its clock.
 """
 PRODUCTS = """\
 ### Products
 
-The products on dispatched rows of {names}, in bf16 and in FP8. *x bf16* is the time in bf16 divided by that in FP8.
-*Quantize* in the name of a product says that FP8 also quantizes the results for the next products in that time.
+The products on dispatched rows: ms (TFLOP/s). *Quantize*: FP8 also quantizes the results for the next products. With
+one scale per expert, that is delayed scaling, which also finds the amax of each expert, and gradients are E5M2.
 """
 CEILING = """\
 Measured ceilings of this GPU: {tflops:.0f} TFLOP/s (a bf16 product of 8192³), {copy_tb_s:.1f} TB/s (copy, read and
@@ -64,39 +64,28 @@ written). """
 QUANTIZE = """\
 ### Quantization
 
-Kernels that quantize, with the bytes that they read and write. *of copy* is their speed divided by that of a copy.
-Rows that are read through an index count as if each of them were quantized. By rows alone, each token is quantized
-once, and its codes are copied. So this kernel may be faster than a copy.
+Kernels that quantize, with the bytes that they read and write. *of copy* is their speed divided by that of a copy. Rows
+read through an index count as if each were quantized; by rows alone, each token is quantized once.
 """
 UNFUSED = """\
 ### Against FP8 without fused kernels
 
-The expert MLP on dispatched rows of {names}. *torch FP8 by rows* is what plain PyTorch offers on Hopper:
-`F.scaled_grouped_mm` with E4M3 codes and one scale per row, and compiled functions for quantization, SwiGLU and its
-derivative. The weights are quantized in every call, except where the name says otherwise. *x fp8_block* is the time
-divided by that of `fp8_block`: above 1, `fp8_block` is faster.
-"""
-TENSOR = """\
-The tables compare `fp8_tensor` with `fp8_block` of the same run. The columns are those of [Speed](#speed). *Delayed* is
-delayed scaling with the defaults of Transformer Engine.
-"""
-NO_TENSOR = "No layer and no product with one scale per expert has been measured yet.\n"
-TENSOR_PRODUCTS = """\
-Products on dispatched rows. The gradients of *one scale per expert* are in E5M2, and *quantize* is that of delayed
-scaling, which also finds the largest magnitude of each expert.
+The expert MLP on dispatched rows of {names}: ms, *x* (the time divided by that of `fp8_block`), and the error. *torch
+FP8 by rows* is `F.scaled_grouped_mm` with E4M3 codes and one scale per row, the rest compiled. Weights are quantized in
+every call, unless the name says otherwise.
 """
 MEMORY = """\
 ### Memory of the layers
 
-GiB that forward keeps for backward, the peak of forward and backward beyond weights and inputs, and the quantized
-weights, if they were measured. These are the allocations of the calls above. x in bf16 is an input of
-`deepseek-v3-ep32`, and is not counted.
+GiB that forward keeps for backward, and the peak of forward and backward beyond weights and inputs; then the quantized
+weights. x in bf16 is an input of `deepseek-v3-ep32`, and is not counted.
 """
 ACCURACY = """\
 ## Accuracy
 
-Errors of whole layers, relative to fp64 in norm, on a sample of tokens or rows and experts. Operands are normal random
-numbers, in which no error averages out. {machine}, commit {commit}.
+Errors of whole layers, relative to fp64 in norm, on a sample of tokens or rows and experts: the least and the largest
+of the shapes of [whole layers](#whole-layers). Operands are normal random numbers, in which no error averages out.
+{machine}, commit {commit}.
 """
 
 
@@ -121,7 +110,7 @@ def filled(
     """
     parts = {
         "speed": speed(found), "memory": memory(found), "accuracy": accuracy(found, compared),
-        "training": train_page.losses(trained), "tensor": tensor(found),
+        "training": train_page.losses(trained),
     }  # fmt: skip
     return marked.filled(text, parts, "docs/fp8.md")
 
@@ -151,40 +140,8 @@ def speed(found: Mapping[str, Any] | None) -> str:
     ):  # fmt: skip
         if entries := [entry for entry in found[part] if entry.get("rows")]:
             names = " and ".join(f"`{entry['name']}`" for entry in entries)
-            text += [intro.format(names=names), "\n\n".join(tables(entry) for entry in entries) + "\n"]
+            text += [intro.format(names=names), tables(entries) + "\n"]
     return "\n".join(text)
-
-
-def tensor(found: Mapping[str, Any] | None) -> str:
-    """Return the tables of one scale per expert; a sentence if nothing was measured."""
-    if found is None:
-        return NO_TENSOR
-    recipes = [FP8, *BY_EXPERT]
-    head = ["shape", "pass", "`bf16`, ms"]
-    for recipe in recipes:
-        head += [f"{_shown(recipe)}, ms", "x bf16"]
-    of_layers = []
-    for entry in found["layers"]:
-        for case, title in TITLES.items():
-            rows = [_row(entry, case, recipe) for recipe in recipes]
-            if any(_ms(row) for row in rows[1:]):
-                cells = [cell for row in rows for cell in (_ms(row), _ratio(row.get("speedup")))]
-                of_layers.append([entry["name"], title, _ms(_row(entry, case, "bf16")), *cells])
-    of_products = []
-    for entry in found["products"]:
-        by_format = {(row["product"], row["format"]): row for row in entry.get("rows", ())}
-        for product, format in by_format:
-            if format == PRODUCT_BY_EXPERT:
-                bf16, *rows = (by_format[product, name] for name in ("bf16", "fp8", format))
-                cells = [cell for row in rows for cell in (_ms(row), _ratio(row.get("speedup")))]
-                of_products.append([entry["name"], product, _ms(bf16), *cells])
-    text = []
-    if of_layers:
-        text += [TENSOR, table(head, of_layers) + "\n"]
-    if of_products:
-        head = ["shape", "product", "bf16, ms", f"`{FP8}`, ms", "x bf16", "one scale per expert, ms", "x bf16"]
-        text += [TENSOR_PRODUCTS, table(head, of_products) + "\n"]
-    return "\n".join(text) or NO_TENSOR
 
 
 def measured(found: Mapping[str, Any]) -> str:
@@ -204,20 +161,20 @@ def memory(found: Mapping[str, Any] | None) -> str:
     """Return the table of memory."""
     if found is None:
         return ""
+    recipes = _recipes(found["layers"])
     rows = []
     for entry in found["layers"]:
-        for recipe in EVERY_RECIPE:
-            kept = _row(entry, FORWARD, recipe).get("kept_bytes")
-            peak = _row(entry, STEP, recipe).get("peak_bytes")
-            weights = entry.get("recipes", {}).get(recipe, {}).get("weight_bytes")
-            if kept is not None or peak is not None:
-                rows.append([entry["name"], _shown(recipe), *(_gib(value) for value in (kept, peak, weights))])
+        cells = []
+        for recipe in recipes:
+            kept = _gib(_row(entry, FORWARD, recipe).get("kept_bytes"))
+            peak = _gib(_row(entry, STEP, recipe).get("peak_bytes"))
+            cells.append(", ".join(figure for figure in (kept, peak) if figure))
+        if any(cells):
+            weights = (_gib(of.get("weight_bytes")) for name, of in entry.get("recipes", {}).items() if name != "bf16")
+            rows.append([entry["name"], *cells, " or ".join(dict.fromkeys(weights))])
     if not rows:
         return ""
-    head = ["shape", "recipe", "kept", "peak", "quantized weights"]
-    if not any(row[-1] for row in rows):
-        head, rows = head[:-1], [row[:-1] for row in rows]
-    return MEMORY + "\n" + table(head, rows) + "\n"
+    return MEMORY + "\n" + table(["shape", *map(_shown, recipes), "quantized weights"], rows) + "\n"
 
 
 def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, Any]]) -> str:
@@ -225,14 +182,12 @@ def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, An
     text = []
     if found is not None:
         rows = []
-        for entry in found["layers"]:
-            for recipe in EVERY_RECIPE:
-                if errors := entry.get("recipes", {}).get(recipe, {}).get("errors"):
-                    shown = {ERRORS[name]: f"{error:.1e}" for name, error in errors.items()}
-                    third = next((shown[name] for name in ("drouter", "dprobs") if name in shown), "")
-                    cells = [shown[ERRORS[name]] for name in RESULTS]
-                    rows.append([entry["name"], _shown(recipe), *cells[:2], third, *cells[2:]])
-        head = ["shape", "recipe", "y", "dx", "drouter or dprobs", "dw1", "dw2"]
+        for recipe in EVERY_RECIPE:
+            errors = [entry.get("recipes", {}).get(recipe, {}).get("errors") for entry in found["layers"]]
+            if any(errors):
+                cells = [_range([of[name] for of in errors if of for name in names if name in of]) for names in ERRORS]
+                rows.append([_shown(recipe), str(len([of for of in errors if of])), *cells])
+        head = ["recipe", "shapes", "y", "dx", "drouter or dprobs", "dw1", "dw2"]
         if rows:
             text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), table(head, rows) + "\n"]
     if compared:
@@ -240,50 +195,72 @@ def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, An
     return "\n".join(text)
 
 
+def _recipes(entries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the recipes that any layer was measured with."""
+    found = {row["recipe"] for entry in entries for row in entry.get("rows", ())}
+    return [recipe for recipe in EVERY_RECIPE if recipe in found]
+
+
 def _layers(entries: Sequence[Mapping[str, Any]], case: str) -> str:
-    head = ["shape", "`bf16`, ms", *(f"`{recipe}`, ms | x bf16" for recipe in (FP8, WGRAD_BF16))]
-    rows = []
-    for entry in entries:
-        cells = [_ms(_row(entry, case, "bf16"))]
-        for recipe in (FP8, WGRAD_BF16):
-            row = _row(entry, case, recipe)
-            cells += [_ms(row), _ratio(row.get("speedup"))]
-        rows.append([entry["name"], *cells])
+    recipes = _recipes(entries)
+    rows = [[entry["name"], *(_time(_row(entry, case, recipe)) for recipe in recipes)] for entry in entries]
     means = speedups(entries).get(case, {})
     if len(rows) > 1 and means:
-        rows.append(["*geometric mean*", "", "", _ratio(means.get(FP8)), "", _ratio(means.get(WGRAD_BF16))])
-    return table(" | ".join(head).split(" | "), rows)
+        of = {recipe: f"{means[recipe]:.2f}x" if recipe in means else "" for recipe in recipes}
+        rows.append(["*geometric mean*", *of.values()])
+    return table(["shape", *map(_shown, recipes)], rows)
 
 
-def _products(entry: Mapping[str, Any]) -> str:
-    found = {(row["product"], row["format"]): row for row in entry["rows"]}
+def _products(entries: Sequence[Mapping[str, Any]]) -> str:
+    found = {(entry["name"], row["product"], row["format"]): row for entry in entries for row in entry["rows"]}
+    columns = [key for key in FORMATS if any(key == format for *_, format in found)]
+    head = ["product", *(f"{entry['name']}: {FORMATS[key]}" for entry in entries for key in columns)]
     rows = []
-    for product in dict.fromkeys(row["product"] for row in entry["rows"]):
-        bf16, fp8 = (found.get((product, format), {}) for format in ("bf16", "fp8"))
-        figures = [_ms(bf16), _number(bf16.get("tflops"), ".0f"), _ms(fp8), _number(fp8.get("tflops"), ".0f")]
-        rows.append([entry["name"], product, *figures, _ratio(fp8.get("speedup"))])
-    return table(["shape", "product", "bf16, ms", "TFLOP/s", "FP8, ms", "TFLOP/s", "x bf16"], rows)
+    for product in dict.fromkeys(product for _, product, _ in found):
+        cells = [_time(found.get((entry["name"], product, key), {})) for entry in entries for key in columns]
+        rows.append([product, *cells])
+    return table(head, rows)
 
 
-def _quantize(entry: Mapping[str, Any]) -> str:
+def _quantize(entries: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for row in entry["rows"]:
-        if row["ms"] is None:
-            continue
+    for row in (row for entry in entries for row in entry["rows"] if row["ms"] is not None):
         kernel = row["kernel"].replace(GATHERED, "through an index: ")
         moved = (row["read_bytes"] + row["written_bytes"]) / 1e9
-        shape = " x ".join(map(str, row["shape"]))
+        shape = "x".join(map(str, row["shape"]))
         rows.append([kernel, shape, _ms(row), f"{moved:.2f}", f"{row['tb_s']:.2f}", f"{row['of_copy']:.2f}"])
     return table(["kernel", "of", "ms", "GB", "TB/s", "of copy"], rows)
 
 
-def _unfused(entry: Mapping[str, Any]) -> str:
+def _unfused(entries: Sequence[Mapping[str, Any]]) -> str:
+    found = {(row["peer"], row["case"]): row for entry in entries for row in entry["rows"]}
+    cases = list(dict.fromkeys(case for _, case in found))
     rows = []
-    for row in entry["rows"]:
-        shown = [_ms(row), _ratio(row["fp8_block_is"] if row["peer"] != OURS_IN_FP8 else None)]
-        error = "" if row["error"] is None else f"{row['error']:.1e}"
-        rows.append([row["case"], row["peer"], *(shown if row["ms"] else [row["note"], ""]), error])
-    return table(["pass", "", "ms", "x fp8_block", "error"], rows)
+    for peer in dict.fromkeys(peer for peer, _ in found):
+        rows.append([peer, *(_against(found.get((peer, case), {}), peer) for case in cases)])
+    return table(["", *cases], rows)
+
+
+def _against(row: Mapping[str, Any], peer: str) -> str:
+    """Return the time of a peer, its factor and its error; or why it has none."""
+    if not row.get("ms"):
+        return str(row.get("note", ""))
+    factor = "" if peer == OURS_IN_FP8 else f" {_ratio(row['fp8_block_is'])}x"
+    return f"{_ms(row)}{factor}" + ("" if row["error"] is None else f", {row['error']:.1e}")
+
+
+def _time(row: Mapping[str, Any]) -> str:
+    """Return milliseconds, TFLOP/s of a product, and the factor against bf16 except for bf16 itself."""
+    if not row.get("ms"):
+        return ""
+    tflops = f" ({row['tflops']:.0f})" if "product" in row else ""
+    is_bf16 = "bf16" in (row.get("recipe"), row.get("format"))
+    factor = f" {_ratio(row['speedup'])}x" if row.get("speedup") and not is_bf16 else ""
+    return f"{_ms(row)}{tflops}{factor}"
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(dict.fromkeys(f"{value:.1e}" for value in (min(values), max(values)))) if values else ""
 
 
 def _row(entry: Mapping[str, Any], case: str, recipe: str) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
 TABLE = re.compile(r"(?<=<!-- families, by tests/integrations/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 CAPTION = "Families of transformers {version}:\n\n"
 TOKENS = 64
-HEAD = ("family", "experts", "layout", "activation", "router", "sm_90, bf16")
+HEAD = ("families", "layout", "activation", "router", "sm_90, bf16")
 
 
 def layout(module: torch.nn.Module) -> str:
@@ -87,7 +87,7 @@ def row(family: str, module: torch.nn.Module, routed: str) -> tuple[str, ...]:
     op = fusedmoe_transformers.recognised(module)
     activation = "as it is" if op is None else f"`{re.sub(r'limit=[^,)]*', 'limit=…', repr(op))}`"
     shown = verdict(module)
-    return family, f"`{type(module).__name__}`", layout(module), activation, routed, shown
+    return family, layout(module), activation, routed, shown
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -98,7 +98,11 @@ def rows() -> list[tuple[str, ...]]:
             fusedmoe_transformers.patch_llama4(tiny.model)  # which says how many experts a token has
         for name, module in tiny.experts:
             found[family, type(module).__name__] = row(family, module, router(tiny.model, name))
-    return [found[key] for key in sorted(found)]
+    families: dict[tuple[str, ...], list[str]] = {}  # those with the same cells share a row
+    for key in sorted(found):
+        family, *cells = found[key]
+        families.setdefault(tuple(cells), []).append(family)
+    return [(", ".join(dict.fromkeys(names)), *cells) for cells, names in families.items()]
 
 
 def table() -> str:

@@ -55,7 +55,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def test_every_example_is_listed():
-    listed = (EXAMPLES / "README.md").read_text("utf-8"), (ROOT / "docs" / "examples.md").read_text("utf-8")
+    listed = (EXAMPLES / "README.md").read_text("utf-8"), (ROOT / "docs" / "index.md").read_text("utf-8")
     for path in EXAMPLES.iterdir():
         if path.suffix == ".py" or (path.is_dir() and (path / "README.md").exists()):
             assert all(path.name in text for text in listed), path.name

@@ -27,7 +27,7 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
 
 
 def test_there_are_pages():
-    assert {"README.md", "composing.md", "promises.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "composing.md", "recipes.md"} <= {page.name for page in PAGES}
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -122,11 +122,11 @@ def test_the_figures_of_the_tour_are_those_of_the_result_files():
 
 
 def test_the_tables_of_which_recipe_are_those_of_the_result_file():
-    assert page.WHICH_RECIPE.read_text(encoding="utf-8") == page.render_which_recipe()
+    assert page.RECIPES_PAGE.read_text(encoding="utf-8") == page.render_recipes()
 
 
 def test_the_figures_of_which_recipe_are_those_of_the_result_files():
-    text = " ".join(page.WHICH_RECIPE.read_text(encoding="utf-8").split())
+    text = " ".join(page.RECIPES_PAGE.read_text(encoding="utf-8").split())
     mlp = json.loads((page.RESULTS / "mlp.json").read_text(encoding="utf-8"))
     means = mlp["geometric_mean_speedups"]["forward + backward"]
     eager, compiled = means["torch eager"], means["torch compiled"]

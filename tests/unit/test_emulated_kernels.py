@@ -1,6 +1,6 @@
 """The Hopper kernels compute what they should: their machine code, as PTX, on the emulator.
 
-Each kind of kernel, with functions and problems of tests/gpu. docs/emulator.md states which of those tests run on the
+Each kind of kernel, with functions and problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the
 emulator too.
 """
 
