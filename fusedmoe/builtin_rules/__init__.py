@@ -1,4 +1,4 @@
-"""The built-in fusion rules, one folder per architecture. `import fusedmoe` registers `BUILTIN`."""
+"""The built-in fusion rules. `import fusedmoe` registers `BUILTIN`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from fusedmoe.builtin_rules.products.linear import (
     LinearWeightGradient,
 )
 from fusedmoe.builtin_rules.products.wgrad import GatheredWgradDy, GatheredWgradX, GroupedWgrad
+from fusedmoe.builtin_rules.requirements import OnSm90, OnSm100, on
 from fusedmoe.builtin_rules.rows.activation import ActivationRule, DActivationRule
 from fusedmoe.builtin_rules.rows.column_sums import ColumnSums
 from fusedmoe.builtin_rules.rows.dispatch import (
@@ -59,10 +60,23 @@ from fusedmoe.builtin_rules.sm100.quantize import (
     PackedQuantizeGradient,
     PackedQuantizeWeight,
 )
-from fusedmoe.builtin_rules.sm100.rows import ROWS
 from fusedmoe.builtin_rules.sm100.wgrad import PackedWgrad
 from fusedmoe.fusion.language.rule import FusionRule
 
+ROWS: tuple[type[FusionRule], ...] = (
+    ActivationRule,
+    DActivationRule,
+    ColumnSums,
+    LinearColumnSums,
+    OffsetsFromSplits,
+    DispatchRule,
+    CombineRule,
+    DCombineRule,
+    CombineWeightGradRule,
+    DDispatchRule,
+    DispatchWeightGradRule,
+)
+"""The rules for kernels without a matrix product that Hopper and Blackwell share."""
 BUILTIN: tuple[type[FusionRule], ...] = (
     GroupedGemm,
     GroupedGemmActivation,
@@ -75,22 +89,12 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GatheredDgradActivation,
     GatheredWgradX,
     GatheredWgradDy,
-    ActivationRule,
-    DActivationRule,
-    ColumnSums,
     LinearGemm,
     LinearActivation,
     LinearInputGradient,
     LinearInputGradientActivation,
     LinearWeightGradient,
-    LinearColumnSums,
-    OffsetsFromSplits,
-    DispatchRule,
-    CombineRule,
-    DCombineRule,
-    CombineWeightGradRule,
-    DDispatchRule,
-    DispatchWeightGradRule,
+    *on(OnSm90, *ROWS),
     RouterRule,
     RouterDispatchRule,
     RouterBackwardRule,
@@ -113,6 +117,7 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     GemmOfLeavingRows,
     DgradActivationOfArrivingGradients,
     WgradBesideExchange,
+    *on(OnSm100, *ROWS),
     PackedQuantize,
     PackedQuantizeGradient,
     GatheredPackedQuantize,
@@ -127,5 +132,4 @@ BUILTIN: tuple[type[FusionRule], ...] = (
     PackedWgrad,
     GroupedMm,
     GroupedMmDgrad,
-    *ROWS,
 )

@@ -1,11 +1,13 @@
-"""Common parts of the rules for sm_90: requirements, checks of operands, and descriptions of ops for the kernels.
+"""Common parts of the rules: the requirements of architectures, checks of operands, and descriptions of ops for the
+kernels.
 
-`fusedmoe.kernels.sm90.products` has the kernels: ``bind_*``. It imports the CuTe DSL only when it binds a kernel.
+A rule for kernels without a matrix product names no architecture: `on` makes one rule of it per architecture.
 """
 
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -13,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from fusedmoe.fusion.language.rule import Declined, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import Declined, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import limits
+from fusedmoe.kernels.sm100 import package
 from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.squared_relu import SquaredReLU
 
@@ -37,7 +40,9 @@ _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squa
 
 
 class OnSm90:
-    """Base of every rule for the kernels of `fusedmoe.kernels.sm90`. It precedes `FusionRule` in the bases."""
+    """Base of every rule for Hopper. It precedes the rule, or `FusionRule`, in the bases."""
+
+    prefix: ClassVar[str] = "sm90"
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:
@@ -49,10 +54,46 @@ class OnSm90:
     def installed(cls) -> None:
         """Decline on a machine that cannot compile the kernels."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        missing = toolkit.missing_packages()
-        require(not missing, "needs %s: pip install %s", " and ".join(missing), " ".join(missing))
+        missing = _missing_packages()
+        require(not missing, "%s", missing)
         unusable = toolkit.why_unusable()
         require(unusable is None, "%s", unusable)
+
+
+class OnSm100:
+    """Base of every rule for Blackwell. It precedes the rule, or `FusionRule`, in the bases."""
+
+    prefix: ClassVar[str] = "sm100"
+
+    @classmethod
+    def available(cls, device: torch.device, arch: int | None) -> None:
+        """Decline on any device except an sm_100 or sm_103 GPU."""
+        require(arch is not None, "needs an sm_100 GPU, this device is %s", device)
+        require(arch in package.ARCHITECTURES, "needs an sm_100 or sm_103 GPU, this one is sm_%s", arch)
+
+    @classmethod
+    def installed(cls) -> None:
+        """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
+        require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
+        reasons = package.why_missing(), _missing_packages(), toolkit.why_unusable(), package.why_unverified()
+        missing = "; ".join(filter(None, reasons))
+        require(not missing, "%s", missing)
+
+
+def _missing_packages() -> str | None:
+    missing = toolkit.missing_packages()
+    return f"needs {' and '.join(missing)}: pip install {' '.join(missing)}" if missing else None
+
+
+def on(architecture: type[OnSm90 | OnSm100], *rules: type[FusionRule]) -> tuple[type[FusionRule], ...]:
+    """Return rules that name no architecture for one: ``dispatch`` becomes ``sm90.dispatch``."""
+
+    def made(rule: type[FusionRule]) -> type[FusionRule]:
+        keywords = {"name": f"{architecture.prefix}.{rule.name}", "direction": rule.direction}
+        names = {"__module__": rule.__module__, "__doc__": rule.__doc__}
+        return types.new_class(rule.__name__, (architecture, rule), keywords, lambda body: body.update(names))
+
+    return tuple(map(made, rules))
 
 
 def decline(reason: str | None) -> None:

@@ -140,7 +140,7 @@ def check(
     return plan, got
 
 
-# the rules of rules/sm100/rows.py
+# the rules of `fusedmoe.builtin_rules.ROWS`
 MOVING = {
     f"{PREFIX}{name}"
     for name in (

@@ -30,7 +30,7 @@ from toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.sm100 import backend, quantize
+from fusedmoe.builtin_rules.sm100 import packed, quantize
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
 from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom
@@ -225,8 +225,8 @@ def test_widths_of_blocks():
 
 
 def test_the_number_of_experts(monkeypatch):
-    assert backend.MOST_EXPERTS == 1024
-    for module in (backend, quantize):
+    assert packed.MOST_EXPERTS == 1024
+    for module in (packed, quantize):
         monkeypatch.setattr(module, "MOST_EXPERTS", E - 1)
     assert_declined(plan_of(experts(scale=True), scale=True), {rule: {"4 experts, over 3"} for rule in ALL})
 
@@ -326,10 +326,10 @@ def codes(rows, features):
 )
 def test_the_number_of_elements(rows, width, others):
     """The kernels count them in 32 bits."""
-    backend.guard_rows(rows - 1, width, *others)
+    packed.guard_rows(rows - 1, width, *others)
     widest = max(width, *others)
     with pytest.raises(Declined, match=rf"^{rows} rows of {widest} features: expected fewer than 2\^31 elements$"):
-        backend.guard_rows(rows, width, *others)
+        packed.guard_rows(rows, width, *others)
 
 
 @pytest.mark.parametrize("rule", PRODUCTS)
@@ -355,12 +355,12 @@ def test_each_product_counts_elements_of_all_operands(rule):
 
 def test_a_call_without_rows():
     with pytest.raises(NothingToDo, match="no rows"):
-        backend.guard_rows(0, H)
+        packed.guard_rows(0, H)
 
 
 def test_a_bias_that_is_not_contiguous():
     bias = torch.zeros(E, H, dtype=BF16)
-    backend.guard_bias(None)
-    backend.guard_bias(bias)
+    packed.guard_bias(None)
+    packed.guard_bias(bias)
     with pytest.raises(Declined, match="the bias is not contiguous"):
-        backend.guard_bias(bias.mT.contiguous().mT)
+        packed.guard_bias(bias.mT.contiguous().mT)

@@ -54,7 +54,7 @@ from toy import rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.builtin_rules.sm100 import backend
+from fusedmoe.builtin_rules.sm100 import packed
 from fusedmoe.kernels.sm100 import calls
 from fusedmoe.numerics.formats import Quantizer, mxfp8
 from fusedmoe.numerics.recipes import MXFP8, Custom
@@ -330,7 +330,7 @@ def assert_strict_says(chain, x, named, match):
 
 def test_too_many_elements(monkeypatch, launches):
     """Every product runs in plain PyTorch, from the rows themselves."""
-    monkeypatch.setattr(backend, "MOST_ELEMENTS", 1536 * 256)  # of packed rows
+    monkeypatch.setattr(packed, "MOST_ELEMENTS", 1536 * 256)  # of packed rows
     chain, x, named = experts(scale=True), tokens(), inputs(scale=True)
     plan, _ = check(chain, x, same=False, **named)
     assert rules(plan) == [*FORWARD, *BACKWARD]

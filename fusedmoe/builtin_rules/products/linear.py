@@ -211,7 +211,7 @@ class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", directi
         return bind
 
 
-class LinearColumnSums(OnSm90, FusionRule, name="sm90.linear_column_sums", direction="backward"):
+class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backward"):
     """``db = sum of dy over the rows``, as `sm90.column_sums`."""
 
     bias_grad: LinearBiasGrad

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
     Run,
     activation_of,
     as_rows_of,
@@ -37,7 +36,7 @@ MOST_ELEMENTS = 2**33
 """Elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits."""
 
 
-class ActivationRule(OnSm90, FusionRule, name="sm90.activation", direction="forward"):
+class ActivationRule(FusionRule, name="activation", direction="forward"):
     """``y[r] = act(x[r]) * scale[r]``, rounded once."""
 
     act: SwiGLU | GeGLU | ReGLU | SquaredReLU
@@ -65,7 +64,7 @@ class ActivationRule(OnSm90, FusionRule, name="sm90.activation", direction="forw
         return bind
 
 
-class DActivationRule(OnSm90, FusionRule, name="sm90.dactivation", direction="backward"):
+class DActivationRule(FusionRule, name="dactivation", direction="backward"):
     """``dx = act'(x) * dy * scale``, ``dscale[r] = sum over features of dy * act(x)``.
 
     If another step of the backward pass reads ``act(x) * scale``, this step can recompute it. Then x is the only value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, check_common, guard_gradient, on_readable
+from fusedmoe.builtin_rules.requirements import Run, check_common, guard_gradient, on_readable
 from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.grouped_linear import BiasGrad
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ColumnSums(OnSm90, FusionRule, name="sm90.column_sums", direction="backward"):
+class ColumnSums(FusionRule, name="column_sums", direction="backward"):
     """``db[e] = sum of dy over the rows of e``, accumulated in fp32, without atomics.
 
     The first launch sums slices of the rows. The second launch adds up these sums.

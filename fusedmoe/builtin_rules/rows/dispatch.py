@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.requirements import (
     SHORTEST_US,
     SM_BYTES_PER_US,
-    OnSm90,
     Run,
     decline,
     guard_gradient,
@@ -71,7 +70,7 @@ def bind_sum(rows: Tensor, row_of_slot: Tensor, addend: Tensor | None, beside_sm
     return on_readable(rows, products.bind_sum_slots(rows, row_of_slot, None, addend, sms))
 
 
-class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"):
+class DispatchRule(FusionRule, name="dispatch", direction="forward"):
     """A stable counting sort of the slots, in one or two launches; ``rows[r] = x[token of r]``, in one more.
 
     The rows are written only if a step reads them in order. The second launch of the sort is needed for more than 2048
@@ -118,7 +117,7 @@ class DispatchRule(OnSm90, FusionRule, name="sm90.dispatch", direction="forward"
         return bind
 
 
-class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
+class CombineRule(FusionRule, name="combine", direction="forward"):
     """``y[t] = sum over k of w[row] * rows[row]``, in one launch."""
 
     combine: Combine
@@ -140,7 +139,7 @@ class CombineRule(OnSm90, FusionRule, name="sm90.combine", direction="forward"):
         return bind
 
 
-class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward"):
+class DCombineRule(FusionRule, name="dcombine", direction="backward"):
     """``drows[r] = w[r] * dy[token of r]``, in one launch."""
 
     dcombine: DCombine
@@ -162,7 +161,7 @@ class DCombineRule(OnSm90, FusionRule, name="sm90.dcombine", direction="backward
         return bind
 
 
-class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad", direction="backward"):
+class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="backward"):
     """``dw[r] = sum over features of rows[r] * dy[token of r]``, in one launch."""
 
     weight_grad: CombineWeightGrad
@@ -187,7 +186,7 @@ class CombineWeightGradRule(OnSm90, FusionRule, name="sm90.combine_weight_grad",
         return bind
 
 
-class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backward"):
+class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
     """``dx[t] = sum over k of drows[row_of_slot[t, k]]``, in one launch."""
 
     ddispatch: DDispatch
@@ -208,7 +207,7 @@ class DDispatchRule(OnSm90, FusionRule, name="sm90.ddispatch", direction="backwa
         return bind
 
 
-class DispatchWeightGradRule(OnSm90, FusionRule, name="sm90.dispatch_weight_grad", direction="backward"):
+class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction="backward"):
     """``dexpert_weight[t, k] = dprobs[row_of_slot[t, k]]``, in one launch."""
 
     weight_grad: DispatchWeightGrad

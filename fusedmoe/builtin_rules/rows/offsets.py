@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.base.environment import debugging
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, on_readable
+from fusedmoe.builtin_rules.requirements import Run, on_readable
 from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.glue import DeriveOffsets
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class OffsetsFromSplits(OnSm90, FusionRule, name="sm90.offsets_from_splits", direction="forward"):
+class OffsetsFromSplits(FusionRule, name="offsets_from_splits", direction="forward"):
     """``offsets[e] = min(splits[0] + ... + splits[e], rows)``. ``FUSEDMOE_DEBUG`` checks the splits first."""
 
     derive: DeriveOffsets

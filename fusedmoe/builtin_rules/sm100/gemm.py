@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm100.backend import (
+from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_bf16,
     check_layer,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fusedmoe.builtin_rules.requirements import decline
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
-from fusedmoe.builtin_rules.sm100.backend import (
+from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_bf16,
     check_layer,

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import Run, decline, require_plain
-from fusedmoe.builtin_rules.sm100.backend import OnSm100, name_of
+from fusedmoe.builtin_rules.requirements import OnSm100, Run, decline, require_plain
+from fusedmoe.builtin_rules.sm100.packed import name_of
 from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.requirements import (
+    OnSm100,
     Run,
     ThroughIndex,
     guard_gradient,
@@ -19,7 +20,6 @@ from fusedmoe.builtin_rules.requirements import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.builtin_rules.sm100.backend import MOST_EXPERTS, WIDTH, OnSm100, check_quantizer, is_halved, name_of
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     LAUNCHES_TO_PACK_WEIGHT,
     bind_packed_forms,
@@ -27,6 +27,7 @@ from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     extra_bytes,
     launches_of,
 )
+from fusedmoe.builtin_rules.sm100.packed import MOST_EXPERTS, WIDTH, check_quantizer, is_halved, name_of
 from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
 from fusedmoe.numerics.formats import E2M1

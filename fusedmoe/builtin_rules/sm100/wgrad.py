@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm100.backend import OfPacked, check_bf16, check_layer, check_packed, guard_rows, is_halved
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_bf16, check_layer, check_packed, guard_rows, is_halved
 from fusedmoe.builtin_rules.sm100.products import NVFP4, products_of
 from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, deinterleave

@@ -6,7 +6,8 @@ from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.builtin_rules.sm100.rows import ROWS
+from fusedmoe.builtin_rules import BUILTIN, ROWS
+from fusedmoe.builtin_rules.requirements import OnSm90, OnSm100
 from fusedmoe.commands import doctor
 from fusedmoe.fusion.language.registry import why_unavailable
 from fusedmoe.kernels.sm100 import package
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
 UNVERIFIED = "not verified on this machine: run `fusedmoe verify`"
-NAMES = {rule.name for rule in ROWS}
+RULES = [rule for rule in BUILTIN if rule.name in {f"sm100.{neutral.name}" for neutral in ROWS}]
+NAMES = {rule.name for rule in RULES}
 
 
 @pytest.fixture
@@ -32,15 +34,20 @@ def verified(monkeypatch):
 
 
 def test_the_rules():
-    assert len(NAMES) == len(ROWS)
-    assert {name for name in NAMES if name.startswith("sm100.")} == NAMES
-    of_hopper = {rule.name: rule for rule in fm.rules() if rule.name.startswith("sm90.")}
-    for rule in ROWS:
+    """Each is one rule for two architectures: their names, identities and requirements differ, and nothing else."""
+    assert len(RULES) == len(ROWS) == 11
+    of_hopper = {rule.name: rule for rule in BUILTIN if rule.name.startswith("sm90.")}
+    for rule in RULES:
         twin = of_hopper[rule.name.replace("sm100.", "sm90.")]
-        assert (rule.slots, rule.direction) == (twin.slots, twin.direction)
+        assert issubclass(rule, OnSm100)
+        assert issubclass(twin, OnSm90)
+        assert rule.__bases__[1] is twin.__bases__[1]
+        assert (rule.slots, rule.direction, rule.__doc__) == (twin.slots, twin.direction, twin.__doc__)
+        assert rule.__module__ == twin.__module__
+        assert rule.identity != twin.identity
 
 
-@pytest.mark.parametrize("rule", ROWS, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_a_rule_needs_a_verified_blackwell_gpu(rule, verified):
     for arch in (100, 103):
         assert why_unavailable(rule, CUDA, arch, ()) is None

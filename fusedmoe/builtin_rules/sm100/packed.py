@@ -1,19 +1,16 @@
-"""Common parts of the rules for Blackwell: requirements, checks of operands and layers, rows in the packed layout.
+"""Common parts of the rules for packed operands: checks of operands and layers, rows in the packed layout.
 
 `fusedmoe.kernels.sm100.grouped` has the products. It imports cudnn-frontend only when a product first runs.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import activation_of
+from fusedmoe.builtin_rules.requirements import OnSm100, activation_of
 from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
-from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm100 import package
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.packed import can_pack
 
@@ -31,26 +28,6 @@ FORMATS = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and n
 """Of what the kernels read and write."""
 MOST_ELEMENTS = 2**31
 """Rows times features are fewer: the kernels count them in 32 bits."""
-
-
-class OnSm100:
-    """Base of every rule for Blackwell. It precedes `FusionRule` in the bases."""
-
-    @classmethod
-    def available(cls, device: torch.device, arch: int | None) -> None:
-        """Decline on any device except an sm_100 or sm_103 GPU."""
-        require(arch is not None, "needs an sm_100 GPU, this device is %s", device)
-        require(arch in package.ARCHITECTURES, "needs an sm_100 or sm_103 GPU, this one is sm_%s", arch)
-
-    @classmethod
-    def installed(cls) -> None:
-        """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
-        require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        needed = toolkit.missing_packages()  # dependencies of the package
-        dependencies = f"needs {' and '.join(needed)}: pip install {' '.join(needed)}" if needed else None
-        reasons = package.why_missing(), dependencies, toolkit.why_unusable(), package.why_unverified()
-        missing = "; ".join(filter(None, reasons))
-        require(not missing, "%s", missing)
 
 
 class OfPacked(OnSm100):
