@@ -9,14 +9,18 @@ from fusedmoe.builtin_rules.exchange.products import (
     WgradBesideExchange,
 )
 from fusedmoe.builtin_rules.products.dequantized import DequantizedDgrad, DequantizedGemm, DequantizedWgrad
-from fusedmoe.builtin_rules.products.dgrad import GatheredDgrad, GroupedDgrad
-from fusedmoe.builtin_rules.products.dgrad_activation import GatheredDgradActivation, GroupedDgradActivation
-from fusedmoe.builtin_rules.products.fp8_dgrad_activation import Fp8GroupedDgradActivation
-from fusedmoe.builtin_rules.products.fp8_gemm import Fp8GroupedDgrad, Fp8GroupedGemm
-from fusedmoe.builtin_rules.products.fp8_gemm_activation import Fp8GroupedGemmActivation
-from fusedmoe.builtin_rules.products.fp8_wgrad import Fp8GroupedWgrad
-from fusedmoe.builtin_rules.products.gemm import GatheredGemm, GroupedGemm
-from fusedmoe.builtin_rules.products.gemm_activation import GatheredGemmActivation, GroupedGemmActivation
+from fusedmoe.builtin_rules.products.dgrad import Fp8GroupedDgrad, GatheredDgrad, GroupedDgrad
+from fusedmoe.builtin_rules.products.dgrad_activation import (
+    Fp8GroupedDgradActivation,
+    GatheredDgradActivation,
+    GroupedDgradActivation,
+)
+from fusedmoe.builtin_rules.products.gemm import Fp8GroupedGemm, GatheredGemm, GroupedGemm
+from fusedmoe.builtin_rules.products.gemm_activation import (
+    Fp8GroupedGemmActivation,
+    GatheredGemmActivation,
+    GroupedGemmActivation,
+)
 from fusedmoe.builtin_rules.products.linear import (
     LinearActivation,
     LinearColumnSums,
@@ -25,7 +29,7 @@ from fusedmoe.builtin_rules.products.linear import (
     LinearInputGradientActivation,
     LinearWeightGradient,
 )
-from fusedmoe.builtin_rules.products.wgrad import GatheredWgradDy, GatheredWgradX, GroupedWgrad
+from fusedmoe.builtin_rules.products.wgrad import Fp8GroupedWgrad, GatheredWgradDy, GatheredWgradX, GroupedWgrad
 from fusedmoe.builtin_rules.requirements import OnSm90, OnSm100, on
 from fusedmoe.builtin_rules.rows.activation import ActivationRule, DActivationRule
 from fusedmoe.builtin_rules.rows.column_sums import ColumnSums

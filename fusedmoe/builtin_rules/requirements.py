@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,10 +25,8 @@ from fusedmoe.ops.squared_relu import SquaredReLU
 
 if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
+    from fusedmoe.ops.scale import ScaleGrad
 
-Run = Callable[..., Any]
-FLOPS_PER_US = 620e6
-"""Of a weight gradient, on the whole GPU."""
 SM_BYTES_PER_US = 80e3
 """Of a sum over slots, per SM."""
 SHORTEST_US = 1500.0
@@ -109,6 +107,39 @@ def check_common(ctx: PlanContext, *operands: str, **widths: int) -> None:
         decline(limits.why_not_width(name, width))
 
 
+def check_bf16(ctx: PlanContext, operands: str, *values: str) -> None:
+    """Decline values that are not bf16. ``operands`` are those of the products, for the message."""
+    for name in values:
+        dtype = name_of(ctx.dtype(name))
+        require(dtype == "bfloat16", "%s is %s: products of %s operands are bfloat16", name, dtype, operands)
+
+
+def check_row_scale(ctx: PlanContext, factor: str) -> int:
+    """Decline a row scale that the kernels cannot read. Return the launches that convert it, since GEMM kernels read it
+    in fp32; 0 for a chain without one.
+    """
+    if not ctx.exists(factor):
+        return 0
+    dtype = ctx.dtype(factor)
+    decline(limits.why_not_row_scale(dtype))
+    return int(dtype is not torch.float32)
+
+
+def check_dscale(ctx: PlanContext, scale_grad: ScaleGrad | None) -> tuple[tuple[str, ...], int]:
+    """Decline a row scale ``dscale.factor`` that the kernels cannot read. Return the gradient of the scale as `Step`
+    names it, if it is asked for, and the launches on the scale and its gradient besides the product.
+    """
+    conversions = check_row_scale(ctx, "dscale.factor")
+    if scale_grad is None:
+        return (), conversions
+    return (f"scale_grad.{scale_grad.gives[0]}",), 1 + 2 * conversions
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return a dtype's name without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
 def activation_of(op: Op) -> Activation:
     """Return the kernels' description of an activation."""
     if isinstance(op, GeGLU):
@@ -147,11 +178,6 @@ def guard_index(source: Tensor, index: tuple[Tensor, ...]) -> None:
         decline(limits.why_not_gathered(source.stride(0)))
 
 
-def converts(factor: torch.dtype) -> bool:
-    """Whether a row scale of this dtype costs one more launch: GEMM kernels read it and write its gradient in fp32."""
-    return factor is not torch.float32
-
-
 def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Decline rows, a weight or a bias with strides that the kernels cannot read. Leave a call without rows to plain
     PyTorch.
@@ -160,8 +186,19 @@ def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise NothingToDo("no rows")
     guard_matrix("x", x)
     guard_matrix("the weight", weight, transposed=True)
-    if bias is not None:
-        require(bias.is_contiguous(), "the bias is not contiguous")
+    guard_bias(bias)
+
+
+def guard_bias(bias: Tensor | None) -> None:
+    """Decline a bias that the kernels cannot read."""
+    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+
+
+def guard_main_grad(main_grad: Tensor) -> Tensor:
+    """Decline a ``main_grad`` that the kernels cannot add to; return it."""
+    require(main_grad.is_contiguous(), "main_grad is not contiguous")
+    decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
+    return main_grad
 
 
 def guard_gradient(grad: Tensor) -> None:

@@ -137,15 +137,15 @@ def test_bindings_are_attributes():
     assert (rule.act, rule.scale) == (act, None)
 
 
-def test_a_rule_without_offer_or_build_says_so():
+def test_a_rule_without_offer_or_bind_says_so():
     class Unfinished(FusionRule, name="toy.unfinished", direction="forward"):
         act: SwiGLU
 
-    class Unbuilt(Unfinished, name="toy.unbuilt", direction="forward"):
+    class Unbound(Unfinished, name="toy.unbound", direction="forward"):
         def offer(self, ctx):
             return fm.Step(needs=("input",), gives=("output",))
 
-    for rule, method in ((Unfinished, "offer"), (Unbuilt, "build")):
+    for rule, method in ((Unfinished, "offer"), (Unbound, "bind")):
         text = rf"rule '{rule.name}' defines no {method}\(\)"
         with fm.register(rule), pytest.raises(NotImplementedError, match=text):
             SwiGLU()(torch.ones(2, 2))

@@ -30,6 +30,7 @@ from toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
+from fusedmoe.builtin_rules import requirements
 from fusedmoe.builtin_rules.sm100 import packed, quantize
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
@@ -337,7 +338,7 @@ def test_each_product_counts_elements_of_all_operands(rule):
     """The width of the result may be what is too large."""
     chain = experts(scale=True)
     rows, (wide, narrow) = 2**31 // (2 * I) + 256, (2 * I, 1)
-    ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(shape=(rows, narrow)), exists=lambda name: False)
+    ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(shape=(rows, narrow)), exists=lambda name: False, keep=())
     made = {
         GEMM: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None),
         GEMM_ACTIVATION: (codes(rows, narrow), None, codes(E * wide, 1).view(E, wide, 1), None, None, None),
@@ -350,7 +351,7 @@ def test_each_product_counts_elements_of_all_operands(rule):
                   "scale_grad": None, "wgrad": SimpleNamespace(op=chain[0]), "dgrad": SimpleNamespace(op=chain[-1]),
                   "quantize": SimpleNamespace(quantizer=M, quantizes=M)})  # fmt: skip
     with pytest.raises(Declined, match=r"expected fewer than 2\^31 elements"):
-        bound.build(ctx, ())(*made)
+        bound.bind(ctx, *made)
 
 
 def test_a_call_without_rows():
@@ -360,7 +361,7 @@ def test_a_call_without_rows():
 
 def test_a_bias_that_is_not_contiguous():
     bias = torch.zeros(E, H, dtype=BF16)
-    packed.guard_bias(None)
-    packed.guard_bias(bias)
+    requirements.guard_bias(None)
+    requirements.guard_bias(bias)
     with pytest.raises(Declined, match="the bias is not contiguous"):
-        packed.guard_bias(bias.mT.contiguous().mT)
+        requirements.guard_bias(bias.mT.contiguous().mT)

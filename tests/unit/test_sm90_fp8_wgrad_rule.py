@@ -10,7 +10,7 @@ from toy import only_plan, outcome, status
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.products.fp8 import on_readable_codes
-from fusedmoe.builtin_rules.products.fp8_wgrad import Fp8GroupedWgrad
+from fusedmoe.builtin_rules.products.wgrad import Fp8GroupedWgrad
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import scaled_wgrad
 from fusedmoe.kernels.sm90.scaled_products import has_strides

@@ -32,12 +32,13 @@ from fusedmoe.builtin_rules.exchange.beside import (
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
-    Run,
     ThroughIndex,
     activation_of,
     check_common,
-    converts,
+    check_dscale,
+    check_row_scale,
     decline,
+    guard_bias,
     guard_gradient,
     guard_index,
     guard_matrix,
@@ -45,7 +46,7 @@ from fusedmoe.builtin_rules.requirements import (
     on_readable,
 )
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
@@ -100,7 +101,7 @@ class GemmActivationOfArrivingTokens(
         decline(limits.why_not_row_scale(ctx.dtype("dispatch.expert_weight")))
         if self.scale is not None:
             require(ctx.same("scale.factor", "dispatch.probs"), "the row scale is not that of dispatch")
-            launches += converts(ctx.dtype("scale.factor"))
+            launches += check_row_scale(ctx, "scale.factor")
         tokens, rows = ctx.spec("gather.output"), ctx.spec("dispatch.output")
         return Step(
             needs=("input", *(f"gather.{name}" for name in self.gather.runtime_inputs), "fc.weight", "fc.bias"),
@@ -114,64 +115,46 @@ class GemmActivationOfArrivingTokens(
             extra_bytes=_nbytes(tokens) + int(ThroughIndex.gather_cost * _nbytes(rows)),
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        gather, dispatch, activation, options = self.gather, self.dispatch, activation_of(self.act), ctx.options
+    def bind(self, ctx: PlanContext, x: Tensor, *given: Any) -> Run:
+        gather, dispatch, keep = self.gather, self.dispatch, ctx.keep
         count, scaled, experts = len(gather.runtime_inputs), self.scale is not None, self.fc.num_groups
         keeps_p = "act.input" in keep
+        weight, bias = given[count:]
+        guard_matrix("the weight", weight, transposed=True)
+        guard_bias(bias)
+        like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
+        tokens, index, factor, *_ = like
+        if not index.numel():
+            raise NothingToDo("no rows")
+        room, total = dispatch.rows(index), index.shape[0]
+        rows = index.view(-1)[:room]  # like the tokens of rows
+        route = products.bind_route(index, factor, experts, num_rows=room)
+        row_bytes, row_flops, chosen = x.shape[1] * x.itemsize, 2 * weight[0].numel(), index.shape[1]
+        beside = experts_beside(gather.expert_parallel, total, row_bytes, chosen, experts, row_flops, TFLOPS)
+        # memory for E offsets, which may be more than there are rows
+        offsets = rows.new_empty(experts)
+        ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside, chosen)
+        factors = factor.view(-1)[:room] if scaled else None
+        product = products.bind_grouped_gemm_activation(
+            tokens, weight, bias, factors, activation_of(self.act), keeps_p, ctx.options, rows, ranges=True
+        )
 
-        def bind(x: Tensor, *given: Any) -> Run:
+        def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
             weight, bias = given[count:]
-            guard_matrix("the weight", weight, transposed=True)
-            require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
-            like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
-            tokens, index, factor, *_ = like
-            if not index.numel():
-                raise NothingToDo("no rows")
-            room, total = dispatch.rows(index), index.shape[0]
-            rows = index.view(-1)[:room]  # like the tokens of rows
-            route = products.bind_route(index, factor, experts, num_rows=room)
-            beside = experts_beside(
-                gather.expert_parallel,
-                total,
-                x.shape[1] * x.itemsize,
-                index.shape[1],
-                experts,
-                2 * weight[0].numel(),
-                TFLOPS,
-            )
-            # memory for E offsets, which may be more than there are rows
-            offsets = rows.new_empty(experts)
-            ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside, index.shape[1])
-            product = products.bind_grouped_gemm_activation(
-                tokens,
-                weight,
-                bias,
-                factor.view(-1)[:room] if scaled else None,
-                activation,
-                keeps_p,
-                options,
-                rows,
-                ranges=True,
-            )
+            memory = ranges.memory(x.device)
+            word = ranges.word(memory)
+            arriving = gather.start(x, *given[:count], told=word)
+            index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
+            provided = route(index, expert_weight)
+            _, probs, _, _, token_of_row, offsets = provided
+            tokens = arriving.unfinished(2)
+            parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 2)
+            result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
+            y, *p = result if keeps_p else (result,)
+            kept = {"gather.output": tokens, "act.input": p[0] if p else None}
+            return index, expert_weight, *gather.empty(x), *provided, y, *(kept[name] for name in keep)
 
-            def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
-                weight, bias = given[count:]
-                memory = ranges.memory(x.device)
-                word = ranges.word(memory)
-                arriving = gather.start(x, *given[:count], told=word)
-                index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
-                provided = route(index, expert_weight)
-                _, probs, _, _, token_of_row, offsets = provided
-                tokens = arriving.unfinished(2)
-                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 2)
-                result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
-                y, *p = result if keeps_p else (result,)
-                kept = {"gather.output": tokens, "act.input": p[0] if p else None}
-                return index, expert_weight, *gather.empty(x), *provided, y, *(kept[name] for name in keep)
-
-            return run
-
-        return bind
+        return run
 
 
 class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", direction="forward"):
@@ -203,56 +186,37 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
             extra_bytes=2 * _nbytes(rows) + 2 * _nbytes(parts),
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        back, expert_parallel, options = self.back, self.back.expert_parallel, ctx.options
+    def bind(
+        self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, expert_index: Tensor,
+        rank_experts: Tensor, row_of_slot: Tensor, token_of_row: Tensor, probs: Tensor | None = None,
+    ) -> Run:  # fmt: skip
+        back, expert_parallel, options, keep = self.back, self.back.expert_parallel, ctx.options, ctx.keep
+        guard_operands(x, weight, bias)
+        require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
+        (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
+        row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
+        divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
+        beside = beside_exchange(options, expert_parallel, chosen)
+        of_others, of_own = (
+            products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
+        )
+        like = x.new_empty(x.shape[0], features)
+        returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
 
-        def bind(
-            x: Tensor,
-            weight: Tensor,
-            bias: Tensor | None,
-            offsets: Tensor,
-            expert_index: Tensor,
-            rank_experts: Tensor,
-            row_of_slot: Tensor,
-            token_of_row: Tensor,
-            probs: Tensor | None = None,
-        ) -> Run:
-            guard_operands(x, weight, bias)
-            require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
-            (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
-            row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
-            divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
-            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
-            beside = beside_exchange(options, expert_parallel, chosen)
-            of_others, of_own = (
-                products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
-            )
-            like = x.new_empty(x.shape[0], features)
-            returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
+        def run(*tensors: Any) -> Any:
+            x, weight, bias, offsets, expert_index, rank_experts, row_of_slot, token_of_row, *factor = tensors
+            probs = factor[0] if factor else None
+            rows = x.new_empty(x.shape[0], features)
+            others, own = ranges.others_and_own(offsets, token_of_row)
+            of_others(x, weight, bias, others, None, None, rows)
+            parts = returns.of_others(rows, row_of_slot, probs)
+            leaving = back.start(parts, expert_index, rank_experts)
+            of_own(x, weight, bias, [own], None, None, rows)
+            y = returns.finished(leaving, parts, rows, row_of_slot, probs)
+            return (y, rows) if keep else y
 
-            def run(
-                x: Tensor,
-                weight: Tensor,
-                bias: Tensor | None,
-                offsets: Tensor,
-                expert_index: Tensor,
-                rank_experts: Tensor,
-                row_of_slot: Tensor,
-                token_of_row: Tensor,
-                probs: Tensor | None = None,
-            ) -> Any:
-                rows = x.new_empty(x.shape[0], features)
-                others, own = ranges.others_and_own(offsets, token_of_row)
-                of_others(x, weight, bias, others, None, None, rows)
-                parts = returns.of_others(rows, row_of_slot, probs)
-                leaving = back.start(parts, expert_index, rank_experts)
-                of_own(x, weight, bias, [own], None, None, rows)
-                y = returns.finished(leaving, parts, rows, row_of_slot, probs)
-                return (y, rows) if keep else y
-
-            return run
-
-        return bind
+        return run
 
 
 class DgradActivationOfArrivingGradients(
@@ -279,14 +243,7 @@ class DgradActivationOfArrivingGradients(
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
         require(self.dcombine.op.weights is None, "combine applies the routing weights")
         require(ctx.exists("dcombine.token_of_row"), "the rows are not those of a dispatch")
-        gives, launches = ["grad_input", "wgrad.grad_weight"], 6
-        if self.dscale is not None:
-            factor = ctx.dtype("dscale.factor")
-            decline(limits.why_not_row_scale(factor))
-            launches += converts(factor)
-            if self.scale_grad is not None:
-                gives.append(f"scale_grad.{self.scale_grad.gives[0]}")
-                launches += 1 + converts(factor)
+        of_scale, launches = check_dscale(ctx, self.scale_grad)
         tokens, rows, y = ctx.spec("dcombine.grad_output"), ctx.spec("dgrad.grad_output"), ctx.spec("dgrad.input")
         return Step(
             needs=(
@@ -295,79 +252,61 @@ class DgradActivationOfArrivingGradients(
             ),
             # the recomputed input of the layer too, though no other step reads it: the forward pass then need not keep
             # it for the plain steps
-            gives=(*gives, "dgrad.input"),
+            gives=("grad_input", "wgrad.grad_weight", *of_scale, "dgrad.input"),
             zeroes_tail=True,
-            launches=launches,
+            launches=6 + launches,
             # the gathered gradients, read twice through an index, and the recomputed input of the layer
             extra_bytes=_nbytes(tokens) + int(2 * ThroughIndex.gather_cost * _nbytes(rows)) + _nbytes(y),
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(
+        self, ctx: PlanContext, dy: Tensor, gathered_index: Tensor, rank_experts: Tensor, token_of_row: Tensor,
+        weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None,
+    ) -> Run:  # fmt: skip
         activation, options = activation_of(self.dact.op), ctx.options
         # a product of own rows is launched at once, before the barrier, which comes after a copy
         beside = replace(options, exchange_sms=SMS_FOR_BARRIER)
         dtype, scale_grad = ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel
-
-        def bind(
-            dy: Tensor,
-            gathered_index: Tensor,
-            rank_experts: Tensor,
-            token_of_row: Tensor,
-            weight: Tensor,
-            offsets: Tensor,
-            preactivation: Tensor,
-            factor: Tensor | None,
-        ) -> Run:
-            tokens = gathered_index.shape[0]
-            if not token_of_row.shape[0]:
-                raise NothingToDo("no rows")
-            require(token_of_row.is_contiguous(), "a routing index is not contiguous")
-            guard_matrix("the preactivation", preactivation)
-            guard_matrix("the weight", weight, transposed=True)
-            like = dy.new_empty(tokens, dy.shape[1])
-            chosen, row_bytes, row_flops = gathered_index.shape[1], dy.shape[1] * dy.itemsize, 2 * weight[0].numel()
-            divided = experts_beside(
-                expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
+        tokens = gathered_index.shape[0]
+        if not token_of_row.shape[0]:
+            raise NothingToDo("no rows")
+        require(token_of_row.is_contiguous(), "a routing index is not contiguous")
+        guard_matrix("the preactivation", preactivation)
+        guard_matrix("the weight", weight, transposed=True)
+        like = dy.new_empty(tokens, dy.shape[1])
+        chosen, row_bytes, row_flops = gathered_index.shape[1], dy.shape[1] * dy.itemsize, 2 * weight[0].numel()
+        divided = experts_beside(
+            expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
+        )
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
+        in_parts, in_one = (
+            products.bind_grouped_gemm_activation_backward(
+                like, weight, preactivation, factor, activation, True, scale_grad, sms, token_of_row, ranges=True
             )
-            ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
-            in_parts, in_one = (
-                products.bind_grouped_gemm_activation_backward(
-                    like, weight, preactivation, factor, activation, True, scale_grad, sms, token_of_row, ranges=True
-                )
-                for sms in (beside, options)
-            )
-            y = dy.new_empty(preactivation.shape[0], weight.shape[2])
-            wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
+            for sms in (beside, options)
+        )
+        y = dy.new_empty(preactivation.shape[0], weight.shape[2])
+        wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
 
-            def run(
-                dy: Tensor,
-                gathered_index: Tensor,
-                rank_experts: Tensor,
-                token_of_row: Tensor,
-                weight: Tensor,
-                offsets: Tensor,
-                preactivation: Tensor,
-                factor: Tensor | None,
-            ) -> tuple[Tensor | None, ...]:
-                main_grad = wgrad.main_grad()
-                memory = ranges.memory(dy.device)
-                word = ranges.word(memory)
-                arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
-                gathered = arriving.unfinished(0)
-                parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
-                product = in_parts if word is None else in_one
-                grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
-                assert y is not None
-                grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
-                arriving.give_back()
-                if grad_factor is None or factor is None:
-                    return grad, grad_weight, y
-                return grad, grad_weight, grad_factor.to(factor.dtype), y
+        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
+            dy, gathered_index, rank_experts, token_of_row, weight, offsets, preactivation, factor = tensors
+            main_grad = wgrad.main_grad()
+            memory = ranges.memory(dy.device)
+            word = ranges.word(memory)
+            arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
+            gathered = arriving.unfinished(0)
+            parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
+            product = in_parts if word is None else in_one
+            grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
+            assert y is not None
+            grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
+            arriving.give_back()
+            if grad_factor is None or factor is None:
+                return grad, grad_weight, y
+            return grad, grad_weight, grad_factor.to(factor.dtype), y
 
-            return run
-
-        return bind
+        return run
 
 
 class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange", direction="backward"):
@@ -409,53 +348,35 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             gather_cost=self.gather_cost,
         )
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(
+        self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, row_of_slot: Tensor, grad_probs: Tensor,
+        expert_index: Tensor, x: Tensor, index: Tensor,
+    ) -> Run:  # fmt: skip
         dtype, options = ctx.dtype("dgrad.weight"), ctx.options
         dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
+        guard_gradient(dy)
+        guard_gradient(grad_probs)
+        guard_index(x, (index,))
+        guard_matrix("x", x)
+        guard_matrix("the weight", weight, transposed=True)
+        require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
+        dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
+        rows = dy.new_empty(dy.shape[0], weight.shape[2])
+        returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
+        values = products.bind_slot_values(grad_probs, row_of_slot)
+        beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
+        wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
 
-        def bind(
-            dy: Tensor,
-            weight: Tensor,
-            offsets: Tensor,
-            row_of_slot: Tensor,
-            grad_probs: Tensor,
-            expert_index: Tensor,
-            x: Tensor,
-            index: Tensor,
-        ) -> Run:
-            guard_gradient(dy)
-            guard_gradient(grad_probs)
-            guard_index(x, (index,))
-            guard_matrix("x", x)
-            guard_matrix("the weight", weight, transposed=True)
-            require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
-            dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
-            rows = dy.new_empty(dy.shape[0], weight.shape[2])
-            returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
-            values = products.bind_slot_values(grad_probs, row_of_slot)
-            beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
-            wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
+        def run(*tensors: Any) -> tuple[Tensor | None, ...]:
+            dy, weight, offsets, row_of_slot, grad_probs, expert_index, x, index = tensors
+            main_grad = wgrad.main_grad()
+            rows = dgrad(dy, weight.mT, None, offsets, None)
+            grad_weights = values(grad_probs.contiguous(), row_of_slot)
+            parts = returns.of_others(rows, row_of_slot, None, grad_weights)
+            wanted = dgather.wanted(expert_index, parts)
+            leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
+            grad_weight = wgrad(main_grad, dy, x, offsets, index)
+            dx = returns.finished(leaving, parts, rows, row_of_slot, None)
+            return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
 
-            def run(
-                dy: Tensor,
-                weight: Tensor,
-                offsets: Tensor,
-                row_of_slot: Tensor,
-                grad_probs: Tensor,
-                expert_index: Tensor,
-                x: Tensor,
-                index: Tensor,
-            ) -> tuple[Tensor | None, ...]:
-                main_grad = wgrad.main_grad()
-                rows = dgrad(dy, weight.mT, None, offsets, None)
-                grad_weights = values(grad_probs.contiguous(), row_of_slot)
-                parts = returns.of_others(rows, row_of_slot, None, grad_weights)
-                wanted = dgather.wanted(expert_index, parts)
-                leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
-                grad_weight = wgrad(main_grad, dy, x, offsets, index)
-                dx = returns.finished(leaving, parts, rows, row_of_slot, None)
-                return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
-
-            return on_readable(dy, run)
-
-        return bind
+        return on_readable(dy, run)

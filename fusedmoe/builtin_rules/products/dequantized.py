@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline
+from fusedmoe.builtin_rules.requirements import OnSm90, decline, guard_bias, guard_main_grad
 from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow, narrow_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.quantized_products import NATIVE, path
@@ -139,7 +139,7 @@ def _bind_rows_times(pair: _Pair, ctx: PlanContext, tensors: tuple[Tensor | None
     """Return a function of rows, weights, bias and offsets: the product of rows and weights."""
     rows, weight, (bias, _) = pair.split(tensors)
     (of_rows, rows_like), (of_weight, weight_like) = _bind_values(rows, pair.a), _bind_values(weight, pair.b)
-    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
+    guard_bias(bias)
     factor_like = rows_like.new_empty(rows_like.shape[0], dtype=torch.float32) if pair.scaled else None
     fused_bias = None if pair.scaled else bias  # the factors are of the product, not of the bias
     product = products.bind_grouped_gemm(rows_like, weight_like, fused_bias, factor_like, ctx.options)
@@ -169,9 +169,8 @@ class DequantizedGemm(_Dequantized, FusionRule, name="sm90.dequantized_gemm", di
         needs = (*self.operands, "fc.bias", "offsets")
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=LAUNCHES, extra_bytes=moved)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        pair = self.pair(ctx)
-        return lambda *tensors: _bind_rows_times(pair, ctx, tensors)
+    def bind(self, ctx: PlanContext, *tensors: Tensor | None) -> Run:
+        return _bind_rows_times(self.pair(ctx), ctx, tensors)
 
 
 class DequantizedDgrad(_Dequantized, FusionRule, name="sm90.dequantized_dgrad", direction="backward"):
@@ -186,14 +185,9 @@ class DequantizedDgrad(_Dequantized, FusionRule, name="sm90.dequantized_dgrad", 
         needs = (*self.operands, "offsets")
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=LAUNCHES, extra_bytes=moved)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        pair = self.pair(ctx)
-
-        def bind(*tensors: Tensor) -> Run:
-            run = _bind_rows_times(pair, ctx, (*tensors[:-1], None, tensors[-1]))
-            return lambda *tensors: run(*tensors[:-1], None, tensors[-1])
-
-        return bind
+    def bind(self, ctx: PlanContext, *tensors: Tensor) -> Run:
+        run = _bind_rows_times(self.pair(ctx), ctx, (*tensors[:-1], None, tensors[-1]))
+        return lambda *tensors: run(*tensors[:-1], None, tensors[-1])
 
 
 class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", direction="backward"):
@@ -219,43 +213,35 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
         needs = (*self.operands, "offsets")
         return Step(needs=needs, gives=("wgrad.grad_weight",), launches=LAUNCHES, extra_bytes=moved)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor) -> Run:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        pair, num_rows, options = self.pair(ctx), ctx.spec("grad_output").shape[0], ctx.options
-        block = column_block(pair.a)
-        dtype = torch.float32 if accumulating else torch.bfloat16
-        adds = accumulating is not None and not pair.scaled
+        pair, num_rows = self.pair(ctx), ctx.spec("grad_output").shape[0]
+        block, scaled = column_block(pair.a), pair.scaled
+        dy, x, (offsets_E,) = pair.split(tensors)
+        assert offsets_E is not None
+        of_dy, dy_like = _bind_values(dy, pair.a, transposed=True)
+        of_x, x_like = _bind_values(x, pair.b, transposed=True)
+        dtype, adds = torch.float32 if accumulating else torch.bfloat16, accumulating is not None and not scaled
+        product = products.bind_grouped_wgrad(
+            dy_like, x_like, offsets_E, dtype, adds, ctx.options, transposed=self.wgrad.transposed
+        )
 
-        def bind(*tensors: Tensor) -> Run:
+        def run(*tensors: Tensor) -> Tensor | None:
             dy, x, (offsets_E,) = pair.split(tensors)
             assert offsets_E is not None
-            of_dy, dy_like = _bind_values(dy, pair.a, transposed=True)
-            of_x, x_like = _bind_values(x, pair.b, transposed=True)
-            product = products.bind_grouped_wgrad(
-                dy_like, x_like, offsets_E, dtype, adds, options, transposed=self.wgrad.transposed
-            )
-
-            def run(*tensors: Tensor) -> Tensor | None:
-                dy, x, (offsets_E,) = pair.split(tensors)
-                assert offsets_E is not None
-                ends_E = PaddedRows.of(offsets_E, num_rows, block).ends_E
-                factor_E = pair.factor(dy, x)
-                if accumulating is None:
-                    grad = product(of_dy(dy), of_x(x), ends_E, None)
-                    if factor_E is not None:
-                        # .data does not count the change: a gradient that changes after the backward pass makes the
-                        # layer's quantized weight invalid
-                        torch.mul(grad, factor_E[:, None, None], out=grad.data)
-                    return grad
-                main_grad = accumulating.main_grad()  # may be a different tensor in each call
+            ends_E, factor_E = PaddedRows.of(offsets_E, num_rows, block).ends_E, pair.factor(dy, x)
+            main_grad = None if accumulating is None else accumulating.main_grad()  # may differ in each call
+            if main_grad is not None and factor_E is None:
+                guard_main_grad(main_grad)
+            grad = product(of_dy(dy), of_x(x), ends_E, main_grad if adds else None)
+            if accumulating is None or main_grad is None:
                 if factor_E is not None:
-                    main_grad.addcmul_(product(of_dy(dy), of_x(x), ends_E, None), factor_E[:, None, None])
-                    return accumulating.added()
-                require(main_grad.is_contiguous(), "main_grad is not contiguous")
-                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(of_dy(dy), of_x(x), ends_E, main_grad)
-                return accumulating.added()
+                    # .data does not count the change: a gradient that changes after the backward pass makes the layer's
+                    # quantized weight invalid
+                    torch.mul(grad, factor_E[:, None, None], out=grad.data)
+                return grad
+            if factor_E is not None:
+                main_grad.addcmul_(grad, factor_E[:, None, None])
+            return accumulating.added()
 
-            return run
-
-        return bind
+        return run

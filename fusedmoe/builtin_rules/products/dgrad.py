@@ -1,15 +1,16 @@
-"""``sm90.grouped_dgrad``: the gradient of a grouped linear layer's rows, in one launch.
+"""``sm90.grouped_dgrad``: the gradient of a grouped linear layer's rows, in one launch, by the kernels of `gemm`.
 
 ``sm90.gathered_dgrad``: the same for incoming gradients that the kernel reads through their index.
+``sm90.fp8_grouped_dgrad``: the same with FP8 operands.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
-    Run,
     ThroughIndex,
     check_common,
     guard_gradient,
@@ -17,43 +18,61 @@ from fusedmoe.builtin_rules.requirements import (
     guard_matrix,
     on_readable,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
+from fusedmoe.kernels.sm90 import products, scaled_products
 from fusedmoe.ops.grouped_linear import Dgrad
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+OPERANDS = ("grad_output", "dgrad.weight")
 
-class GroupedDgrad(OnSm90, FusionRule, name="sm90.grouped_dgrad", direction="backward"):
-    """``dx[r] = dy[r] @ weight[e]``: the kernel of `sm90.grouped_gemm` reads the transposed weight."""
+
+class _Dgrad(FusionRule, name="grouped_dgrad", direction="backward"):
+    """``dx[r] = dy[r] @ weight[e]``."""
 
     dgrad: Dgrad
+    check = staticmethod(check_common)
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op
-        operands = "grad_output", "dgrad.weight"
-        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
-        return Step(needs=(*operands, "offsets"), gives=("grad_input",), zeroes_tail=True)
+        self.check(ctx, *OPERANDS, in_features=fc.in_features, out_features=fc.out_features)
+        return Step(needs=(*OPERANDS, "offsets"), gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
 
-        def bind(dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Run:
-            guard_gradient(dy)
-            guard_index(dy, index)
-            guard_matrix("the weight", weight, transposed=True)
-            product = products.bind_grouped_gemm(dy, weight.mT, None, None, options, *index)
+class GroupedDgrad(OnSm90, _Dgrad, name="sm90.grouped_dgrad", direction="backward"):
+    """``dx[r] = dy[r] @ weight[e]``: the kernel of `sm90.grouped_gemm` reads the transposed weight."""
 
-            def run(dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Tensor:
-                return product(dy, weight.mT, None, offsets, None, *index)
-
-            return on_readable(dy, run)
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Run:
+        guard_gradient(dy)
+        guard_index(dy, index)
+        guard_matrix("the weight", weight, transposed=True)
+        product = products.bind_grouped_gemm(dy, weight.mT, None, None, ctx.options, *index)
+        return on_readable(dy, lambda dy, weight, offsets, *index: product(dy, weight.mT, None, offsets, None, *index))
 
 
 class GatheredDgrad(ThroughIndex, GroupedDgrad, name="sm90.gathered_dgrad", direction="backward"):
     """`sm90.grouped_dgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
 
     gathers = "grad_output"
+
+
+class Fp8GroupedDgrad(OnFp8, _Dgrad, name="sm90.fp8_grouped_dgrad", direction="backward"):
+    """`sm90.grouped_dgrad` of codes and scales, in bf16. It reads the weight by columns."""
+
+    def supports(self, ctx: PlanContext) -> None:
+        check_operands(ctx, *OPERANDS, gradient=True)
+
+    def bind(
+        self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor
+    ) -> Run:
+        guard_codes(dy, weight)
+        tensor_scales = by_expert(ctx, "grad_output")
+        product = scaled_products.bind_block_scaled_gemm(dy, weight, None, None, ctx.options, by_expert=tensor_scales)
+        return on_readable_scales(
+            lambda dy, dy_scale, weight, weight_scale, offsets: product(
+                dy, dy_scale, weight, weight_scale, None, offsets, None
+            ),
+            dy_scale,
+            weight_scale,
+        )

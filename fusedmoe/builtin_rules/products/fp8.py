@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline
-from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
+from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
+from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, Run, require
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
@@ -23,8 +23,6 @@ ROWS: Block = (1, 128)
 WEIGHTS: Block = (128, 128)
 BY_EXPERT: Block = (None, None)
 MULTIPLIES_ROWS = "multiplies rows in"
-FP8_FLOPS_PER_US = 800e6
-"""Of a weight gradient, on the whole GPU."""
 
 
 class OnFp8(OnSm90):
@@ -32,6 +30,13 @@ class OnFp8(OnSm90):
 
     quantized_only: ClassVar[bool] = True
     multiplies_codes: ClassVar[bool] = True
+
+    @staticmethod
+    def check(ctx: PlanContext, *operands: str, **widths: int) -> None:
+        """Decline products of quantized values that are not bf16, and widths that codes cannot have."""
+        check_bf16(ctx, "FP8", *operands)
+        for name, width in widths.items():
+            decline(limits.why_not_width_of_codes(name, width))
 
 
 def check_blocks(format: Format, block: Block, what: str = "quantizes to") -> None:
@@ -65,15 +70,6 @@ def by_expert(ctx: PlanContext, operand: str) -> bool:
     """Whether an operand has one scale per expert, instead of one per block."""
     spec = ctx.spec(operand)
     return isinstance(spec, QuantizedSpec) and spec.format.block == BY_EXPERT
-
-
-def check_values(ctx: PlanContext, *values: str, **widths: int) -> None:
-    """Decline products of quantized values that are not bf16, and widths that codes cannot have."""
-    for name in values:
-        dtype = str(ctx.dtype(name)).removeprefix("torch.")
-        require(dtype == "bfloat16", "%s is %s: products of FP8 operands are bfloat16", name, dtype)
-    for name, width in widths.items():
-        decline(limits.why_not_width_of_codes(name, width))
 
 
 def fp8_of(format: Format) -> Fp8:

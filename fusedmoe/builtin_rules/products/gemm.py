@@ -1,24 +1,25 @@
 """``sm90.grouped_gemm``: a grouped linear layer, its bias and a row scale in one launch.
 
 ``sm90.gathered_gemm``: the same for rows of another value, which the kernel reads through their index.
+``sm90.fp8_grouped_gemm``: the same with FP8 operands.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
-    Run,
     ThroughIndex,
     check_common,
-    converts,
-    decline,
+    check_row_scale,
+    guard_bias,
     guard_index,
     guard_operands,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
+from fusedmoe.kernels.sm90 import products, scaled_products
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forward"):
+class _Gemm(FusionRule, name="grouped_gemm", direction="forward"):
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * scale[r]``.
 
     The step cannot keep the scale's input. So a scale whose factor requires a gradient is a step of its own.
@@ -34,30 +35,47 @@ class GroupedGemm(OnSm90, FusionRule, name="sm90.grouped_gemm", direction="forwa
 
     fc: GroupedLinear
     scale: Scale | None
+    check = staticmethod(check_common)
 
     def offer(self, ctx: PlanContext) -> Step:
-        fc, launches = self.fc, 1
-        check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
-        if self.scale is not None:
-            decline(limits.why_not_row_scale(ctx.dtype("scale.factor")))
-            launches += converts(ctx.dtype("scale.factor"))
+        fc = self.fc
+        self.check(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
+        launches = 1 + check_row_scale(ctx, "scale.factor")
         needs = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=launches)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
 
-        def bind(
-            x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None, *index: Tensor
-        ) -> Run:
-            guard_operands(x, weight, bias)
-            guard_index(x, index)
-            return products.bind_grouped_gemm(x, weight, bias, factor, options, *index)
+class GroupedGemm(OnSm90, _Gemm, name="sm90.grouped_gemm", direction="forward"):
+    """``y[r] = (x[r] @ weight[e].T + bias[e]) * scale[r]``."""
 
-        return bind
+    def bind(
+        self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None,
+        *index: Tensor,
+    ) -> Run:  # fmt: skip
+        guard_operands(x, weight, bias)
+        guard_index(x, index)
+        return products.bind_grouped_gemm(x, weight, bias, factor, ctx.options, *index)
 
 
 class GatheredGemm(ThroughIndex, GroupedGemm, name="sm90.gathered_gemm", direction="forward"):
     """`sm90.grouped_gemm` with ``x[index[r]]`` in place of ``x[r]``."""
 
     gathers = "input"
+
+
+class Fp8GroupedGemm(OnFp8, _Gemm, name="sm90.fp8_grouped_gemm", direction="forward"):
+    """`sm90.grouped_gemm` of codes and scales, in bf16."""
+
+    def supports(self, ctx: PlanContext) -> None:
+        check_operands(ctx, "input", "fc.weight")
+
+    def bind(
+        self, ctx: PlanContext, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
+        offsets: Tensor, factor: Tensor | None,
+    ) -> Run:  # fmt: skip
+        guard_codes(x, weight)
+        guard_bias(bias)
+        run = scaled_products.bind_block_scaled_gemm(
+            x, weight, bias, factor, ctx.options, by_expert=by_expert(ctx, "input")
+        )
+        return on_readable_scales(run, x_scale, weight_scale)

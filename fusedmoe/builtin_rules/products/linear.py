@@ -14,18 +14,18 @@ import torch
 
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
-    Run,
     activation_of,
     as_rows_of,
     check_common,
     decline,
     guard_gradient,
+    guard_main_grad,
     guard_matrix,
     guard_operands,
     matrix,
     on_readable,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
@@ -54,21 +54,12 @@ class LinearGemm(OnSm90, FusionRule, name="sm90.linear", direction="forward"):
         _check_layer(ctx, self.fc, "input", "fc.weight")
         return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
-
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-            rows, weights, biases = matrix(x), weight[None], _one(bias)
-            guard_operands(rows, weights, biases)
-            product = products.bind_grouped_gemm(rows, weights, biases, None, options)
-            offsets = _all_of(rows)
-
-            def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                return as_rows_of(x, product(matrix(x), weight[None], _one(bias), offsets(), None))
-
-            return run
-
-        return bind
+    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
+        rows, weights, biases = matrix(x), weight[None], _one(bias)
+        guard_operands(rows, weights, biases)
+        product = products.bind_grouped_gemm(rows, weights, biases, None, ctx.options)
+        offsets = _all_of(rows)
+        return lambda x, weight, bias: as_rows_of(x, product(matrix(x), weight[None], _one(bias), offsets(), None))
 
 
 class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direction="forward"):
@@ -83,25 +74,22 @@ class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direct
             decline(limits.why_not_width("half of out_features", self.fc.out_features // 2))
         return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",), keeps=("act.input",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, options, keeps = activation_of(self.act), ctx.options, bool(keep)
+    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
+        rows, weights, biases = matrix(x), weight[None], _one(bias)
+        guard_operands(rows, weights, biases)
+        product = products.bind_grouped_gemm_activation(
+            rows, weights, biases, None, activation_of(self.act), bool(ctx.keep), ctx.options
+        )
+        offsets = _all_of(rows)
 
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-            rows, weights, biases = matrix(x), weight[None], _one(bias)
-            guard_operands(rows, weights, biases)
-            product = products.bind_grouped_gemm_activation(rows, weights, biases, None, activation, keeps, options)
-            offsets = _all_of(rows)
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
+            results = product(matrix(x), weight[None], _one(bias), offsets(), None)
+            if isinstance(results, tuple):
+                y, preactivation = results
+                return as_rows_of(x, y), as_rows_of(x, preactivation)
+            return as_rows_of(x, results)
 
-            def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-                results = product(matrix(x), weight[None], _one(bias), offsets(), None)
-                if isinstance(results, tuple):
-                    y, preactivation = results
-                    return as_rows_of(x, y), as_rows_of(x, preactivation)
-                return as_rows_of(x, results)
-
-            return run
-
-        return bind
+        return run
 
 
 class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", direction="backward"):
@@ -114,23 +102,14 @@ class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", directio
         _check_layer(ctx, self.dgrad.op, *operands)
         return Step(needs=operands, gives=("grad_input",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        options = ctx.options
-
-        def bind(dy: Tensor, weight: Tensor) -> Run:
-            rows, weights = matrix(dy), weight[None]
-            guard_gradient(rows)
-            guard_matrix("the weight", weights, transposed=True)
-            product = products.bind_grouped_gemm(rows, weights.mT, None, None, options)
-            offsets = _all_of(rows)
-
-            def run(rows: Tensor, weights: Tensor) -> Tensor:
-                return product(rows, weights.mT, None, offsets(), None)
-
-            readable = on_readable(rows, run)
-            return lambda dy, weight: as_rows_of(dy, readable(matrix(dy), weight[None]))
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor) -> Run:
+        rows, weights = matrix(dy), weight[None]
+        guard_gradient(rows)
+        guard_matrix("the weight", weights, transposed=True)
+        product = products.bind_grouped_gemm(rows, weights.mT, None, None, ctx.options)
+        offsets = _all_of(rows)
+        readable = on_readable(rows, lambda rows, weights: product(rows, weights.mT, None, offsets(), None))
+        return lambda dy, weight: as_rows_of(dy, readable(matrix(dy), weight[None]))
 
 
 class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_activation", direction="backward"):
@@ -146,32 +125,22 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
         _check_layer(ctx, self.dgrad.op, *operands)
         return Step(needs=operands, gives=("grad_input",), keeps=("dgrad.input",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, options, recomputes = activation_of(self.dact.op), ctx.options, bool(keep)
+    def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor, preactivation: Tensor) -> Run:
+        rows, weights, p = matrix(dy), weight[None], matrix(preactivation)
+        guard_gradient(rows)
+        guard_matrix("the preactivation", p)
+        guard_matrix("the weight", weights, transposed=True)
+        product = products.bind_grouped_gemm_activation_backward(
+            rows, weights, p, None, activation_of(self.dact.op), bool(ctx.keep), False, ctx.options
+        )
+        offsets = _all_of(rows)
+        readable = on_readable(rows, lambda rows, weights, p: product(rows, weights, offsets(), p, None))
 
-        def bind(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Run:
-            rows, weights, p = matrix(dy), weight[None], matrix(preactivation)
-            guard_gradient(rows)
-            guard_matrix("the preactivation", p)
-            guard_matrix("the weight", weights, transposed=True)
-            product = products.bind_grouped_gemm_activation_backward(
-                rows, weights, p, None, activation, recomputes, False, options
-            )
-            offsets = _all_of(rows)
+        def run(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            grad, x, _ = readable(matrix(dy), weight[None], matrix(preactivation))
+            return as_rows_of(dy, grad) if x is None else (as_rows_of(dy, grad), as_rows_of(dy, x))
 
-            def run(rows: Tensor, weights: Tensor, p: Tensor) -> tuple[Tensor, Tensor | None]:
-                grad_preactivation, x, _ = product(rows, weights, offsets(), p, None)
-                return grad_preactivation, x
-
-            readable = on_readable(rows, run)
-
-            def on_rows(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-                grad, x = readable(matrix(dy), weight[None], matrix(preactivation))
-                return as_rows_of(dy, grad) if x is None else (as_rows_of(dy, grad), as_rows_of(dy, x))
-
-            return on_rows
-
-        return bind
+        return run
 
 
 class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", direction="backward"):
@@ -185,30 +154,24 @@ class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", directi
         _check_layer(ctx, self.wgrad.op, "grad_output", "wgrad.input", "wgrad.weight")
         return Step(needs=("grad_output", "wgrad.input", "wgrad.offsets"), gives=("wgrad.grad_weight",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, offsets: Tensor | None) -> Run:
         fc, accumulates = self.wgrad.op, isinstance(self.wgrad, LinearWgradIntoMainGrad)
-        dtype, options = torch.float32 if accumulates else ctx.dtype("wgrad.weight"), ctx.options
+        dtype = torch.float32 if accumulates else ctx.dtype("wgrad.weight")
+        rows, inputs = matrix(dy), matrix(x)
+        guard_gradient(rows)
+        guard_matrix("x", inputs)
+        ends = _counted_in(dy, offsets)
+        product = products.bind_grouped_wgrad(rows, inputs, ends(offsets), dtype, accumulates, ctx.options)
 
-        def bind(dy: Tensor, x: Tensor, offsets: Tensor | None) -> Run:
-            rows, inputs = matrix(dy), matrix(x)
-            guard_gradient(rows)
-            guard_matrix("x", inputs)
-            ends = _counted_in(dy, offsets)
-            product = products.bind_grouped_wgrad(rows, inputs, ends(offsets), dtype, accumulates, options)
+        def run(rows: Tensor, inputs: Tensor, offsets: Tensor | None) -> Tensor | None:
+            if not accumulates:
+                return product(rows, inputs, ends(offsets), None)[0]
+            main_grad = guard_main_grad(main_grad_of(fc))  # may be a different tensor in each call
+            product(rows, inputs, ends(offsets), main_grad[None])
+            return grad_instead(fc)
 
-            def run(rows: Tensor, inputs: Tensor, offsets: Tensor | None) -> Tensor | None:
-                if not accumulates:
-                    return product(rows, inputs, ends(offsets), None)[0]
-                main_grad = main_grad_of(fc)  # may be a different tensor in each call
-                require(main_grad.is_contiguous(), "main_grad is not contiguous")
-                decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-                product(rows, inputs, ends(offsets), main_grad[None])
-                return grad_instead(fc)
-
-            readable = on_readable(rows, run)
-            return lambda dy, x, offsets: readable(matrix(dy), matrix(x), offsets)
-
-        return bind
+        readable = on_readable(rows, run)
+        return lambda dy, x, offsets: readable(matrix(dy), matrix(x), offsets)
 
 
 class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backward"):
@@ -220,17 +183,12 @@ class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backwar
         _check_layer(ctx, self.bias_grad.op, "grad_output", "bias_grad.bias")
         return Step(needs=("grad_output", "bias_grad.offsets"), gives=("bias_grad.grad_bias",), launches=2)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        dtype = ctx.dtype("bias_grad.bias")
-
-        def bind(dy: Tensor, offsets: Tensor | None) -> Run:
-            rows = matrix(dy)
-            guard_gradient(rows)
-            ends = _counted_in(dy, offsets)
-            sums = on_readable(rows, products.bind_column_sums(rows, ends(offsets), dtype))
-            return lambda dy, offsets: sums(matrix(dy), ends(offsets))[0]
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor | None) -> Run:
+        rows = matrix(dy)
+        guard_gradient(rows)
+        ends = _counted_in(dy, offsets)
+        sums = on_readable(rows, products.bind_column_sums(rows, ends(offsets), ctx.dtype("bias_grad.bias")))
+        return lambda dy, offsets: sums(matrix(dy), ends(offsets))[0]
 
 
 def _check_layer(ctx: PlanContext, fc: Op, *operands: str) -> None:

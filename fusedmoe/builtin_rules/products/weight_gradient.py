@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import decline
-from fusedmoe.fusion.language.rule import require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.builtin_rules.requirements import guard_main_grad
+from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
@@ -34,10 +33,7 @@ class _IntoMainGrad:
         """Return ``main_grad``, which may be a different tensor in each call. Decline one that the kernel cannot add
         to. A step calls this before its first launch.
         """
-        main_grad = self._wgrad.main_grad()
-        require(main_grad.is_contiguous(), "main_grad is not contiguous")
-        decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-        return main_grad
+        return guard_main_grad(self._wgrad.main_grad())
 
     def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
         """Return the gradient for autograd."""

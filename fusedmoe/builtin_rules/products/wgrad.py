@@ -1,18 +1,27 @@
 """``sm90.grouped_wgrad``: the gradient of a grouped linear layer's weight, in one launch.
 
 ``sm90.gathered_wgrad_x`` and ``sm90.gathered_wgrad_dy``: the same, where the kernel reads one of the operands through
-its index.
+its index. ``sm90.fp8_grouped_wgrad``: the same with FP8 operands.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.products.weight_gradient import of_rows
+from fusedmoe.builtin_rules.products.fp8 import (
+    BY_EXPERT,
+    MULTIPLIES_ROWS,
+    ROWS,
+    OnFp8,
+    are_readable,
+    by_expert,
+    check_operand,
+    on_readable_codes,
+    on_readable_scales,
+)
+from fusedmoe.builtin_rules.products.weight_gradient import of_rows, weight_gradient
 from fusedmoe.builtin_rules.requirements import (
-    FLOPS_PER_US,
     OnSm90,
-    Run,
     ThroughIndex,
     check_common,
     guard_gradient,
@@ -21,13 +30,24 @@ from fusedmoe.builtin_rules.requirements import (
     is_readable,
     on_readable,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.sm90 import scaled_wgrad
+from fusedmoe.kernels.sm90.scaled_products import has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from fusedmoe.builtin_rules.products.weight_gradient import Product
     from fusedmoe.kernels.sm90.products import WgradOperand
+
+OPERANDS = ("grad_output", "wgrad.input")
+FLOPS_PER_US = 620e6
+"""On the whole GPU."""
+FP8_FLOPS_PER_US = 800e6
+# the kernel's name of the operand that it reads through an index
+_GATHERED: dict[str, WgradOperand | None] = {"": None, "wgrad.input": "x", "grad_output": "grad_output"}
 
 
 class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="backward"):
@@ -41,37 +61,18 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
-        operands = "grad_output", "wgrad.input", "wgrad.weight"
-        check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
-        flops = 2 * ctx.spec("grad_output").shape[0] * fc.in_features * fc.out_features
-        return Step(
-            needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",),
-            carries_us=flops / FLOPS_PER_US,
-        )  # fmt: skip
+        check_common(ctx, *OPERANDS, "wgrad.weight", in_features=fc.in_features, out_features=fc.out_features)
+        return _step(ctx, self.wgrad, FLOPS_PER_US)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        dtype, options = ctx.dtype("wgrad.weight"), ctx.options
-
-        # the function's name of the operand that it reads through an index
-        operands: dict[str, WgradOperand | None] = {
-            "": None, "wgrad.input": "x", "grad_output": "grad_output",
-        }  # fmt: skip
-        gathered = operands[self.gathers]
-
-        def bind(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
-            guard_gradient(dy)
-            guard_index(dy if gathered == "grad_output" else x, index)
-            guard_matrix("x", x)
-            # a copy of dy would be the launch before the product, which must wait for it
-            beside = ctx.beside_sms > 0 and is_readable(dy)
-            product = of_rows(self.wgrad, dtype, options, gathered, beside, dy, x, offsets, *index)
-
-            def run(dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Tensor | None:
-                return product(product.main_grad(), dy, x, offsets, *index)
-
-            return on_readable(dy, run)
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
+        gathered = _GATHERED[self.gathers]
+        guard_gradient(dy)
+        guard_index(dy if gathered == "grad_output" else x, index)
+        guard_matrix("x", x)
+        # a copy of dy would be the launch before the product, which must wait for it
+        beside, dtype = ctx.beside_sms > 0 and is_readable(dy), ctx.dtype("wgrad.weight")
+        product = of_rows(self.wgrad, dtype, ctx.options, gathered, beside, dy, x, offsets, *index)
+        return on_readable(dy, lambda *operands: product(product.main_grad(), *operands))
 
 
 class GatheredWgradX(ThroughIndex, GroupedWgrad, name="sm90.gathered_wgrad_x", direction="backward"):
@@ -84,3 +85,46 @@ class GatheredWgradDy(ThroughIndex, GroupedWgrad, name="sm90.gathered_wgrad_dy",
     """`sm90.grouped_wgrad` with ``dy[index[r]]`` in place of ``dy[r]``."""
 
     gathers = "grad_output"
+
+
+class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", direction="backward"):
+    """`sm90.grouped_wgrad` of codes and scales by columns. dW has the dtype that dy had before quantization."""
+
+    wgrad: Wgrad | WgradIntoMainGrad
+
+    def supports(self, ctx: PlanContext) -> None:
+        block = BY_EXPERT if by_expert(ctx, OPERANDS[0]) else ROWS
+        for name in OPERANDS:
+            spec = check_operand(ctx, name, block, MULTIPLIES_ROWS, gradient=name == OPERANDS[0])
+            require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
+
+    def offer(self, ctx: PlanContext) -> Step:
+        self.check(ctx, in_features=self.wgrad.op.in_features, out_features=self.wgrad.op.out_features)
+        return _step(ctx, self.wgrad, FP8_FLOPS_PER_US)
+
+    def bind(self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
+        rows = dy.shape[1]  # with padding
+        if not rows:
+            raise NothingToDo("no rows")
+        # copies would be the launches before the product, which must wait for them
+        beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
+
+        def bind_product(dtype: torch.dtype, adds: bool, *operands: Tensor) -> Product:
+            dy, _, x, _, offsets = operands
+            product = scaled_wgrad.bind_block_scaled_wgrad(
+                dy, x, offsets, rows, dtype, adds, ctx.options, beside, by_expert=by_expert(ctx, OPERANDS[0]),
+                transposed=self.wgrad.transposed,
+            )  # fmt: skip
+            return lambda out, *operands: product(*operands, out)
+
+        product = weight_gradient(
+            self.wgrad, ctx.dtype("grad_output"), bind_product, dy, dy_scale, x, x_scale, offsets,
+            adds_to_sum=not self.wgrad.transposed or dy.dtype is x.dtype,
+        )  # fmt: skip
+        run: Run = lambda *operands: product(product.main_grad(), *operands)  # noqa: E731
+        return on_readable_codes(on_readable_scales(run, dy_scale, x_scale), dy, x)
+
+
+def _step(ctx: PlanContext, wgrad: Wgrad | WgradIntoMainGrad, flops_per_us: float) -> Step:
+    flops = 2 * ctx.spec("grad_output").shape[0] * wgrad.op.in_features * wgrad.op.out_features
+    return Step(needs=(*OPERANDS, "offsets"), gives=("wgrad.grad_weight",), carries_us=flops / flops_per_us)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from fusedmoe.builtin_rules.requirements import (
-    Run,
     activation_of,
     as_rows_of,
     check_common,
@@ -20,7 +19,7 @@ from fusedmoe.builtin_rules.requirements import (
     matrix,
     on_readable,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
@@ -49,19 +48,14 @@ class ActivationRule(FusionRule, name="activation", direction="forward"):
             _check_scale(ctx, "scale.factor", "input")
         return Step(needs=("input", "scale.factor"), gives=("output",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation = activation_of(self.act)
-
-        def bind(x: Tensor, factor: Tensor | None) -> Run:
-            _guard(x, factor)
-            rows, scale = matrix(x), _contiguous(factor)
-            guard_matrix("x", rows)
-            run = products.bind_activation(rows, scale, activation)
-            if x.dim() == 2 and scale is factor:
-                return run
-            return lambda x, factor: as_rows_of(x, run(matrix(x), _contiguous(factor)))
-
-        return bind
+    def bind(self, ctx: PlanContext, x: Tensor, factor: Tensor | None) -> Run:
+        _guard(x, factor)
+        rows, scale = matrix(x), _contiguous(factor)
+        guard_matrix("x", rows)
+        run = products.bind_activation(rows, scale, activation_of(self.act))
+        if x.dim() == 2 and scale is factor:
+            return run
+        return lambda x, factor: as_rows_of(x, run(matrix(x), _contiguous(factor)))
 
 
 class DActivationRule(FusionRule, name="dactivation", direction="backward"):
@@ -87,30 +81,23 @@ class DActivationRule(FusionRule, name="dactivation", direction="backward"):
         needs = "grad_output", "dact.input", "dscale.factor"
         return Step(needs=needs, gives=tuple(gives), keeps=(f"{last}.output",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        activation, recomputes, of_scale = activation_of(self.dact.op), bool(keep), self.scale_grad is not None
+    def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, factor: Tensor | None) -> Run:
+        guard_gradient(dy)
+        _guard(x, factor)
+        rows, grads = matrix(x), matrix(dy)
+        guard_matrix("the preactivation", rows)
+        activation, of_scale = activation_of(self.dact.op), self.scale_grad is not None
+        product = products.bind_activation_backward(
+            grads, rows, _contiguous(factor), activation, of_scale, bool(ctx.keep)
+        )
 
-        def bind(dy: Tensor, x: Tensor, factor: Tensor | None) -> Run:
-            guard_gradient(dy)
-            _guard(x, factor)
-            rows, grads = matrix(x), matrix(dy)
-            guard_matrix("the preactivation", rows)
-            scale = _contiguous(factor)
-            product = products.bind_activation_backward(grads, rows, scale, activation, of_scale, recomputes)
+        def run(grads: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor | None, ...]:
+            dx, dfactor, y = product(grads, matrix(x), _contiguous(factor))
+            given = (as_rows_of(x, dx), dfactor) if of_scale else (as_rows_of(x, dx),)
+            return given if y is None else (*given, as_rows_of(x, y))
 
-            def run(grads: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor | None, ...]:
-                dx, dfactor, y = product(grads, matrix(x), _contiguous(factor))
-                results: list[Tensor | None] = [as_rows_of(x, dx)]
-                if of_scale:
-                    results.append(dfactor)
-                if y is not None:
-                    results.append(as_rows_of(x, y))
-                return tuple(results)
-
-            readable = on_readable(grads, run)
-            return lambda dy, x, factor: readable(matrix(dy), x, factor)
-
-        return bind
+        readable = on_readable(grads, run)
+        return lambda dy, x, factor: readable(matrix(dy), x, factor)
 
 
 def _check(ctx: PlanContext, op: Op, *rows: str) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import Run, check_common, guard_gradient, on_readable
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
+from fusedmoe.builtin_rules.requirements import check_common, guard_gradient, on_readable
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.grouped_linear import BiasGrad
 
@@ -25,11 +25,6 @@ class ColumnSums(FusionRule, name="column_sums", direction="backward"):
         check_common(ctx, "grad_output", "bias_grad.bias", out_features=self.bias_grad.op.out_features)
         return Step(needs=("grad_output", "offsets"), gives=("bias_grad.grad_bias",), launches=2)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        dtype = ctx.dtype("bias_grad.bias")
-
-        def bind(dy: Tensor, offsets: Tensor) -> Run:
-            guard_gradient(dy)
-            return on_readable(dy, products.bind_column_sums(dy, offsets, dtype))
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor) -> Run:
+        guard_gradient(dy)
+        return on_readable(dy, products.bind_column_sums(dy, offsets, ctx.dtype("bias_grad.bias")))

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.requirements import (
     SHORTEST_US,
     SM_BYTES_PER_US,
-    Run,
     decline,
     guard_gradient,
     guard_matrix,
     is_readable,
     on_readable,
 )
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.op import TensorSpec
@@ -37,12 +36,6 @@ def require_row_dtype(combine: Combine) -> None:
     require(
         combine.output_dtype is None, "the sums are %s (combine_dtype), not of the rows' dtype", combine.output_dtype
     )
-
-
-def _guard(rows: Tensor, routing: Tensor) -> None:
-    if not routing.numel():
-        raise NothingToDo("no rows")
-    guard_matrix("x", rows)
 
 
 def _guard_token_gradient(dy: Tensor, slot_of_row: Tensor) -> None:
@@ -92,29 +85,25 @@ class DispatchRule(FusionRule, name="dispatch", direction="forward"):
             launches=2,
         )
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> Run:
         experts = self.dispatch.num_experts
         assert experts is not None
+        if not index.numel():
+            raise NothingToDo("no rows")
+        require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
+        rows = self.dispatch.rows(index, local_rows)
+        route = products.bind_route(index, weight, experts, num_rows=rows)
+        if not ctx.keep:
+            return lambda x, index, weight, local_rows=None: route(index, weight)
+        guard_matrix("x", x)
+        gather = products.bind_gather_rows(x, index, None, rows)
 
-        def bind(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> Run:
-            if not index.numel():
-                raise NothingToDo("no rows")
-            require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
-            rows = self.dispatch.rows(index, local_rows)
-            route = products.bind_route(index, weight, experts, num_rows=rows)
-            if not keep:
-                return lambda x, index, weight, local_rows=None: route(index, weight)
-            guard_matrix("x", x)
-            gather = products.bind_gather_rows(x, index, None, rows)
+        def run(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> tuple[Tensor, ...]:
+            provided = route(index, weight)
+            _, _, row_of_slot, slot_of_row, *_ = provided
+            return *provided, gather(x, row_of_slot, slot_of_row)
 
-            def run(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> tuple[Tensor, ...]:
-                provided = route(index, weight)
-                _, _, row_of_slot, slot_of_row, *_ = provided
-                return *provided, gather(x, row_of_slot, slot_of_row)
-
-            return run
-
-        return bind
+        return run
 
 
 class CombineRule(FusionRule, name="combine", direction="forward"):
@@ -130,13 +119,12 @@ class CombineRule(FusionRule, name="combine", direction="forward"):
         needs = ("input", "combine.row_of_slot", *(f"combine.{name}" for name in self.combine.applies))
         return Step(needs=needs, gives=("output",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
-            _guard(rows, row_of_slot)
-            _require_contiguous(row_of_slot, weight)
-            return products.bind_sum_slots(rows, row_of_slot, weight)
-
-        return bind
+    def bind(self, ctx: PlanContext, rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
+        if not row_of_slot.numel():
+            raise NothingToDo("no rows")
+        guard_matrix("x", rows)
+        _require_contiguous(row_of_slot, weight)
+        return products.bind_sum_slots(rows, row_of_slot, weight)
 
 
 class DCombineRule(FusionRule, name="dcombine", direction="backward"):
@@ -152,13 +140,12 @@ class DCombineRule(FusionRule, name="dcombine", direction="backward"):
         needs = ("grad_output", *(f"dcombine.{name}" for name in self.dcombine.op.runtime_inputs))
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None) -> Run:
-            _guard_token_gradient(dy, slot_of_row)
-            _require_contiguous(row_of_slot, slot_of_row, weight)
-            return on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
-
-        return bind
+    def bind(
+        self, ctx: PlanContext, dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None
+    ) -> Run:
+        _guard_token_gradient(dy, slot_of_row)
+        _require_contiguous(row_of_slot, slot_of_row, weight)
+        return on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
 
 
 class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="backward"):
@@ -174,16 +161,12 @@ class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="b
         needs = ("grad_output", "weight_grad.input", "weight_grad.row_of_slot", "weight_grad.slot_of_row")
         return Step(needs=needs, gives=(f"weight_grad.{self.weight_grad.gives[0]}",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
+        _guard_token_gradient(dy, slot_of_row)
+        guard_matrix("x", rows)
+        _require_contiguous(row_of_slot, slot_of_row)
         dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
-
-        def bind(dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
-            _guard_token_gradient(dy, slot_of_row)
-            guard_matrix("x", rows)
-            _require_contiguous(row_of_slot, slot_of_row)
-            return on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
-
-        return bind
+        return on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
 
 
 class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
@@ -198,13 +181,10 @@ class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
             light_us=sum_us(ctx, "ddispatch.row_of_slot", "grad_output", "grad_input"),
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
-            guard_gradient(grad)
-            _require_contiguous(row_of_slot)
-            return bind_sum(grad, row_of_slot, None, ctx.beside_sms)
-
-        return bind
+    def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
+        guard_gradient(grad)
+        _require_contiguous(row_of_slot)
+        return bind_sum(grad, row_of_slot, None, ctx.beside_sms)
 
 
 class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction="backward"):
@@ -217,10 +197,7 @@ class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction=
         needs = ("weight_grad.grad_probs", "weight_grad.row_of_slot")
         return Step(needs=needs, gives=("weight_grad.grad_expert_weight",), zeroes_tail=True)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(grad: Tensor, row_of_slot: Tensor) -> Run:
-            guard_gradient(grad)
-            _require_contiguous(row_of_slot)
-            return on_readable(grad, products.bind_slot_values(grad, row_of_slot))
-
-        return bind
+    def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
+        guard_gradient(grad)
+        _require_contiguous(row_of_slot)
+        return on_readable(grad, products.bind_slot_values(grad, row_of_slot))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.base.environment import debugging
-from fusedmoe.builtin_rules.requirements import Run, on_readable
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.builtin_rules.requirements import on_readable
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.glue import DeriveOffsets
 
@@ -26,16 +26,13 @@ class OffsetsFromSplits(FusionRule, name="offsets_from_splits", direction="forwa
         require(dtype in (torch.int32, torch.int64), "splits are %s, not int32 or int64: convert them", dtype)
         return Step(needs=("derive.splits", "derive.rows"), gives=("derive.offsets",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(splits: Tensor, rows: Tensor) -> Run:
-            kernel = on_readable(splits, products.bind_offsets_from_splits(splits, rows.shape[0]))
-            if not debugging():
-                return kernel
+    def bind(self, ctx: PlanContext, splits: Tensor, rows: Tensor) -> Run:
+        kernel = on_readable(splits, products.bind_offsets_from_splits(splits, rows.shape[0]))
+        if not debugging():
+            return kernel
 
-            def checked(splits: Tensor, rows: Tensor) -> Tensor:
-                self.derive.check(splits, rows)
-                return kernel(splits, rows)
+        def checked(splits: Tensor, rows: Tensor) -> Tensor:
+            self.derive.check(splits, rows)
+            return kernel(splits, rows)
 
-            return checked
-
-        return bind
+        return checked

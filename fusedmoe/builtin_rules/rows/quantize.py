@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.products.fp8 import ROWS, WEIGHTS, Block, check_blocks, fp8_of
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
-    Run,
     ThroughIndex,
     decline,
     guard_gradient,
     guard_index,
     guard_matrix,
+    matrix,
     on_readable,
 )
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP
 from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.numerics.formats import QuantizedTensor
 from fusedmoe.ops.glue import QuantizeWeight
@@ -115,20 +115,15 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
         launches = _launches(self.quantize.quantizer)
         return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        op, training = self.quantize, ctx.training
-        rows, columns = "output:rows" in keep, "output:columns" in keep
-
-        def bind(x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
-            if not x.numel():
-                raise NothingToDo("no rows")
-            flat = x if x.dim() == 2 else x.flatten(0, -2)
-            guard_matrix("x", flat)
-            guard_index(flat, index)
-            run = _bind_rows(op, flat, offsets, index, rows, columns, training)
-            return _tensors(run if flat is x else _flat(run))
-
-        return bind
+    def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
+        if not x.numel():
+            raise NothingToDo("no rows")
+        flat = matrix(x)
+        guard_matrix("x", flat)
+        guard_index(flat, index)
+        rows, columns = (f"output:{form}" in ctx.keep for form in ("rows", "columns"))
+        run = _bind_rows(self.quantize, flat, offsets, index, rows, columns, ctx.training)
+        return _tensors(run if flat is x else _flat(run))
 
 
 class GatheredQuantizeRows(ThroughIndex, QuantizeRows, name="sm90.gathered_quantize", direction="forward"):
@@ -159,19 +154,13 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
         needs, launches = ("grad_output", "quantize.offsets"), _launches(self.quantize.quantizes)
         return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        op = self.quantize
-        rows, columns = "grad_input:rows" in keep, "grad_input:columns" in keep
-
-        def bind(dy: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
-            guard_gradient(dy)
-            guard_index(dy, index)
-            flat = dy if dy.dim() == 2 else dy.flatten(0, -2)
-            run = _bind_rows(op, flat, offsets, index, rows, columns, True)
-            run = on_readable(flat, run)
-            return _tensors(run if flat is dy else _flat(run))
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
+        guard_gradient(dy)
+        guard_index(dy, index)
+        flat = matrix(dy)
+        rows, columns = (f"grad_input:{form}" in ctx.keep for form in ("rows", "columns"))
+        run = on_readable(flat, _bind_rows(self.quantize, flat, offsets, index, rows, columns, True))
+        return _tensors(run if flat is dy else _flat(run))
 
 
 class GatheredQuantizeGradient(
@@ -201,15 +190,11 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
         needs = ("quantize.input:source", "quantize.offsets", "quantize.input:index")
         return Step(needs=needs, gives=("quantize.columns",), zeroes_tail=True, gather_cost=self.gather_cost)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, source: Tensor, offsets: Tensor | None, index: Tensor) -> Run:
+        guard_index(source, (index,))
+        guard_matrix("x", source)
         op, training = self.quantize.op, ctx.training
-
-        def bind(source: Tensor, offsets: Tensor | None, index: Tensor) -> Run:
-            guard_index(source, (index,))
-            guard_matrix("x", source)
-            return _tensors(_bind_rows(op, source, offsets, (index,), rows=False, columns=True, training=training))
-
-        return bind
+        return _tensors(_bind_rows(op, source, offsets, (index,), rows=False, columns=True, training=training))
 
 
 class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction="forward"):
@@ -226,33 +211,26 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
         keeps, launches = ("quantize.output:rows", "quantize.output:columns"), _launches(self.quantize.run.quantizer)
         return Step(needs=("quantize.weight",), gives=(), keeps=keeps, launches=launches)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, weight: Tensor) -> Run:
+        if not weight.numel():
+            raise NothingToDo("an empty weight")
+        guard_matrix("the weight", weight, transposed=True)
         cached, training = self.quantize.run, ctx.training
-        quantizer = cached.quantizer
-        format = quantizer.format
-        axes = tuple(-1 if name.endswith(":rows") else -2 for name in keep)
+        format = cached.quantizer.format
+        axes = tuple(-1 if name.endswith(":rows") else -2 for name in ctx.keep)
+        if is_narrow(format, of_weights=True):
+            kernel: Run = bind_weight_forms(weight, cached.quantizer, axes, training)
+        else:
+            quantize = products.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+            kernel = lambda weight, step: quantize(weight)  # noqa: E731
 
-        def bind(weight: Tensor) -> Run:
-            if not weight.numel():
-                raise NothingToDo("an empty weight")
-            guard_matrix("the weight", weight, transposed=True)
-            if is_narrow(format, of_weights=True):
-                kernel: Run = bind_weight_forms(weight, quantizer, axes, training)
-            else:
-                quantize = products.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
-                kernel = lambda weight, step: quantize(weight)  # noqa: E731
+        def forms(weight: Tensor, step: DelayedStep | None) -> list[QuantizedTensor]:
+            each = zip(axes, kernel(weight, step), strict=True)
+            shape, dtype = tuple(weight.shape), weight.dtype
+            return [
+                QuantizedTensor(data, scale, format, axis, shape, dtype, *tensor_scale)
+                for axis, (data, scale, *tensor_scale) in each
+            ]
 
-            def forms(weight: Tensor, step: DelayedStep | None) -> list[QuantizedTensor]:
-                each = zip(axes, kernel(weight, step), strict=True)
-                shape, dtype = tuple(weight.shape), weight.dtype
-                return [
-                    QuantizedTensor(data, scale, format, axis, shape, dtype, *tensor_scale)
-                    for axis, (data, scale, *tensor_scale) in each
-                ]
-
-            def run(weight: Tensor) -> tuple[Tensor, ...]:
-                return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
-
-            return run
-
-        return bind
+        by = self.name, forms
+        return lambda weight: cached.tensors(weight, axes=axes, training=training, by=by)

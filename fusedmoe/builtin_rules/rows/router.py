@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline, guard_gradient, guard_matrix
+from fusedmoe.builtin_rules.requirements import OnSm90, decline, guard_gradient, guard_matrix
 from fusedmoe.builtin_rules.rows.dispatch import bind_sum, sum_us
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90 import router as router_functions
@@ -72,7 +72,10 @@ class _Forward:
         """A product, the choice; an fp32 weight in parts; the sums."""
         return 2 + (ctx.dtype("router.weight") is torch.float32) + ctx.exists("router.probs_sum")
 
-    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Run:
+    def bind_router(
+        self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None
+    ) -> Run:
+        """Return the function of these tensors that returns what `Routed` has."""
         _guard(x, weight, bias, correction)
         choice, sums = _choice(self.router, correction is not None), ctx.exists("router.probs_sum")
         return router_functions.bind_router(x, weight, bias, choice, sums, ctx.options)
@@ -96,12 +99,9 @@ class RouterRule(OnSm90, _Forward, FusionRule, name="sm90.router", direction="fo
         self.check(ctx)
         return Step(needs=_OPERANDS, gives=self.gives(ctx), launches=self.launches(ctx))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Run:
-            route = self.bind(ctx, x, weight, bias, correction)
-            return lambda *tensors: _provided(route(*tensors))
-
-        return bind
+    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Run:
+        route = self.bind_router(ctx, x, weight, bias, correction)
+        return lambda *tensors: _provided(route(*tensors))
 
 
 class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatch", direction="forward"):
@@ -126,30 +126,24 @@ class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatc
             launches=self.launches(ctx) + 1,
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        experts, chosen = self.router.num_experts, self.router.top_k
+    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Run:
+        route = self.bind_router(ctx, x, weight, bias, correction)
+        shape, device = (x.shape[0], self.router.top_k), x.device
+        index = torch.empty(shape, dtype=torch.int64, device=device)  # these two only show shape and dtype
+        weights = torch.empty(shape, dtype=torch.float32, device=device)
+        rows = self.dispatch.rows(index)
+        place = router_functions.bind_route_counted(index, weights, self.router.num_experts, rows)
+        gather = functions.bind_gather_rows(x, index, None, rows) if ctx.keep else None
 
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> Run:
-            route = self.bind(ctx, x, weight, bias, correction)
-            shape, device = (x.shape[0], chosen), x.device
-            index = torch.empty(shape, dtype=torch.int64, device=device)  # these two only show shape and dtype
-            rows = self.dispatch.rows(index)
-            place = router_functions.bind_route_counted(
-                index, index.new_empty(shape, dtype=torch.float32), experts, rows
-            )
-            gather = functions.bind_gather_rows(x, index, None, rows) if keep else None
+        def run(x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+            routed = route(x, *others)
+            placed = place(routed.expert_index, routed.expert_weight, routed.counts)
+            if gather is None:
+                return *_provided(routed), *placed
+            _, _, row_of_slot, slot_of_row, *_ = placed
+            return *_provided(routed), *placed, gather(x, row_of_slot, slot_of_row)
 
-            def run(x: Tensor, weight: Tensor, bias: Tensor | None, correction: Tensor | None) -> tuple[Tensor, ...]:
-                routed = route(x, weight, bias, correction)
-                placed = place(routed.expert_index, routed.expert_weight, routed.counts)
-                if gather is None:
-                    return *_provided(routed), *placed
-                _, _, row_of_slot, slot_of_row, *_ = placed
-                return *_provided(routed), *placed, gather(x, row_of_slot, slot_of_row)
-
-            return run
-
-        return bind
+        return run
 
 
 class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direction="backward"):
@@ -216,82 +210,78 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
             "dx.grad_output" if self.ddispatch is None else "ddispatch.grad_output",
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(
+        self, ctx: PlanContext, dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None,
+        dprobs_E: Tensor | None, dz: Tensor | None, logits_TE: Tensor, index_TK: Tensor, x: Tensor | None,
+        weight: Tensor | None, dy: Tensor | None,
+    ) -> Run:  # fmt: skip
         router = self.dlogits.op
         choice = _choice(router, ctx.exists("dlogits.balance_bias"))
         experts, dtype, options = router.num_experts, ctx.dtype("dlogits.weight"), ctx.options
-        of_rows = self.from_rows is not None
+        of_rows, keep = self.from_rows is not None, bool(ctx.keep)
         bias_dtype = None if self.dbias is None else ctx.dtype("dbias.bias")
+        tokens = logits_TE.shape[0]
+        if not tokens:
+            raise NothingToDo("no tokens")
+        rows = row_of_slot if of_rows else None
+        for t in (logits_TE, index_TK, row_of_slot):
+            require(t is None or t.is_contiguous(), "a value of the router is not contiguous")
+        products = x is not None or weight is not None
+        blocks = router_functions.blocks_for(dtype) if products else ()
+        groups = 1
+        if x is not None:
+            groups = router_functions.weight_groups(tokens, experts, router.hidden, dtype)
+        grads = LogitsGrads(dweight_TK, rows, dlogits_TE, dprobs_E, dz)
+        of_logits = router_functions.bind_logits_grad(
+            logits_TE, grads, choice, blocks, groups, bias_dtype is not None, keep, weight
+        )
+        like = logits_TE.new_empty(tokens, len(blocks) * router_functions.padded(experts), dtype=torch.bfloat16)
+        wgrad = dgrad = total = None
+        if x is not None:
+            guard_matrix("x", x)
+            wgrad = router_functions.bind_router_wgrad(like, x, experts, groups, dtype, options)
+        if weight is not None:
+            guard_matrix("the router's weight", weight)
+            dgrad = router_functions.bind_router_dgrad(like, weight, options)
+        if self.ddispatch is not None:
+            assert dy is not None
+            assert row_of_slot is not None
+            guard_gradient(dy)
+            addend = None if weight is None else like.new_empty(tokens, router.hidden)
+            total = bind_sum(dy, row_of_slot, addend, ctx.beside_sms)
 
-        def bind(
-            dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None, dprobs_E: Tensor | None,
-            dz: Tensor | None, logits_TE: Tensor, index_TK: Tensor, x: Tensor | None, weight: Tensor | None,
-            dy: Tensor | None,
-        ) -> Run:  # fmt: skip
-            tokens = logits_TE.shape[0]
-            if not tokens:
-                raise NothingToDo("no tokens")
-            rows = row_of_slot if of_rows else None
-            for t in (logits_TE, index_TK, row_of_slot):
-                require(t is None or t.is_contiguous(), "a value of the router is not contiguous")
-            products = x is not None or weight is not None
-            blocks = router_functions.blocks_for(dtype) if products else ()
-            groups = 1
-            if x is not None:
-                groups = router_functions.weight_groups(tokens, experts, router.hidden, dtype)
-            grads = LogitsGrads(dweight_TK, rows, dlogits_TE, dprobs_E, dz)
-            of_logits = router_functions.bind_logits_grad(
-                logits_TE, grads, choice, blocks, groups, bias_dtype is not None, bool(keep), weight
-            )
-            like = logits_TE.new_empty(tokens, len(blocks) * router_functions.padded(experts), dtype=torch.bfloat16)
-            wgrad = dgrad = total = None
-            if x is not None:
-                guard_matrix("x", x)
-                wgrad = router_functions.bind_router_wgrad(like, x, experts, groups, dtype, options)
-            if weight is not None:
-                guard_matrix("the router's weight", weight)
-                dgrad = router_functions.bind_router_dgrad(like, weight, options)
-            if self.ddispatch is not None:
+        def run(
+            dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None,
+            dprobs_E: Tensor | None, dz: Tensor | None, logits_TE: Tensor, index_TK: Tensor, x: Tensor | None,
+            weight: Tensor | None, dy: Tensor | None,
+        ) -> tuple[Tensor | None, ...]:  # fmt: skip
+            of_weight, of_probs, of_z = (None if g is None else g.contiguous() for g in (dweight_TK, dprobs_E, dz))
+            direct = None if dlogits_TE is None else _aligned(dlogits_TE)
+            grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, direct, of_probs, of_z)
+            parts, ends, sums, whole, split = of_logits(logits_TE, index_TK, grads, weight)
+            results: list[Tensor | None] = []
+            if bias_dtype is not None:
+                assert sums is not None
+                results.append(sums.to(bias_dtype))
+            if wgrad is not None:
+                assert x is not None
+                results.append(wgrad(parts, ends, x))
+            dx = None
+            if dgrad is not None:
+                assert split is not None
+                dx = dgrad(parts, ends, split)
+            if total is not None:
                 assert dy is not None
-                assert row_of_slot is not None
-                guard_gradient(dy)
-                addend = None if weight is None else like.new_empty(tokens, router.hidden)
-                total = bind_sum(dy, row_of_slot, addend, ctx.beside_sms)
+                dx = total(dy, row_of_slot, None, dx)
+            elif dx is not None and dy is not None:
+                dx = dy + dx
+            if dx is not None:
+                results.append(dx)
+            if keep:
+                results.append(whole)
+            return tuple(results)
 
-            def run(
-                dweight_TK: Tensor | None, row_of_slot: Tensor | None, dlogits_TE: Tensor | None,
-                dprobs_E: Tensor | None, dz: Tensor | None, logits_TE: Tensor, index_TK: Tensor, x: Tensor | None,
-                weight: Tensor | None, dy: Tensor | None,
-            ) -> tuple[Tensor | None, ...]:  # fmt: skip
-                of_weight, of_probs, of_z = (None if g is None else g.contiguous() for g in (dweight_TK, dprobs_E, dz))
-                direct = None if dlogits_TE is None else _aligned(dlogits_TE)
-                grads = LogitsGrads(of_weight, row_of_slot if of_rows else None, direct, of_probs, of_z)
-                parts, ends, sums, whole, split = of_logits(logits_TE, index_TK, grads, weight)
-                results: list[Tensor | None] = []
-                if bias_dtype is not None:
-                    assert sums is not None
-                    results.append(sums.to(bias_dtype))
-                if wgrad is not None:
-                    assert x is not None
-                    results.append(wgrad(parts, ends, x))
-                dx = None
-                if dgrad is not None:
-                    assert split is not None
-                    dx = dgrad(parts, ends, split)
-                if total is not None:
-                    assert dy is not None
-                    dx = total(dy, row_of_slot, None, dx)
-                elif dx is not None and dy is not None:
-                    dx = dy + dx
-                if dx is not None:
-                    results.append(dx)
-                if keep:
-                    results.append(whole)
-                return tuple(results)
-
-            return run
-
-        return bind
+        return run
 
 
 def _aligned(t: Tensor) -> Tensor:

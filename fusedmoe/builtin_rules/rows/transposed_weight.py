@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.products.fp8 import guard_codes
-from fusedmoe.builtin_rules.requirements import OnSm90, Run, decline
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.builtin_rules.requirements import OnSm90, decline
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.glue import StoredWeight
 
@@ -25,10 +25,7 @@ class TransposedWeight(OnSm90, FusionRule, name="sm90.transposed_weight", direct
             decline(limits.why_not_width_of_codes(name, width))
         return Step(needs=("stored.weight", "stored.scale"), gives=(), keeps=("stored.output:columns",))
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(weight: Tensor, scale: Tensor) -> Run:
-            guard_codes(weight)
-            require(weight.is_contiguous(), "the codes are not contiguous")
-            return products.bind_transpose_codes(weight, scale)
-
-        return bind
+    def bind(self, ctx: PlanContext, weight: Tensor, scale: Tensor) -> Run:
+        guard_codes(weight)
+        require(weight.is_contiguous(), "the codes are not contiguous")
+        return products.bind_transpose_codes(weight, scale)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules.requirements import check_bf16
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_activation,
-    check_bf16,
     check_layer,
     check_packed,
     check_quantizer,
@@ -20,7 +20,7 @@ from fusedmoe.builtin_rules.sm100.packed import (
     packed_factor,
 )
 from fusedmoe.builtin_rules.sm100.products import products_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.ops.glu import DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
@@ -28,8 +28,6 @@ from fusedmoe.ops.scale import DScale, ScaleGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 ROWS, COLUMNS = KEEPS = ("grad_input:packed", "grad_input:packed_columns")
@@ -55,7 +53,7 @@ class PackedDgradActivationQuantize(
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "grad_output", "dgrad.weight", "dact.input")
+        check_bf16(ctx, "packed", "grad_output", "dgrad.weight", "dact.input")
         check_activation(self.dact.op)
         unquantized = ctx.is_read_outside("quantize.grad_output")
         require(not unquantized, "the gradient of the preactivation is read unquantized too: the epilogue writes codes")
@@ -73,31 +71,28 @@ class PackedDgradActivationQuantize(
         extra = products.extra_bytes(self.quantize.quantizes, values)
         return Step(needs=needs, gives=gives, keeps=KEEPS, zeroes_tail=True, launches=launches, extra_bytes=extra)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor | None) -> Run:
         activation, quantizer = check_activation(self.dact.op), self.quantize.quantizes
         products = products_of(ctx, "grad_output")
         assert quantizer is not None, "otherwise there is no step"
         gives_scale = self.scale_grad is not None
+        keep = ctx.keep
         axes = [axis for name, axis in _AXES.items() if name in keep]
+        (codes, *_), _, (ends, p, *_) = products.split(tensors)
+        guard_rows(codes.shape[0], self.dgrad.op.out_features, p.shape[1])
+        product = products.bind_derivative(p, ends, quantizer, axes, activation)
 
-        def bind(*tensors: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
-            (codes, *_), _, (ends, p, *_) = products.split(tensors)
-            guard_rows(codes.shape[0], self.dgrad.op.out_features, p.shape[1])
-            product = products.bind_derivative(p, ends, quantizer, axes, activation)
+        def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+            dy, weight, (ends, p, factor, place_of_row) = products.split(tensors)
+            factors = packed_factor(factor, place_of_row, p.shape[0])
+            forms, dfactor = product(dy, weight, p, ends, factors)
+            kept = tuple(t for name in keep for t in forms[_AXES[name]])
+            if not gives_scale:
+                return kept
+            assert dfactor is not None
+            return (dfactor.index_select(0, place_of_row).to(factor.dtype), *kept)
 
-            def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-                dy, weight, (ends, p, factor, place_of_row) = products.split(tensors)
-                factors = packed_factor(factor, place_of_row, p.shape[0])
-                forms, dfactor = product(dy, weight, p, ends, factors)
-                kept = tuple(t for name in keep for t in forms[_AXES[name]])
-                if not gives_scale:
-                    return kept
-                assert dfactor is not None
-                return (dfactor.index_select(0, place_of_row).to(factor.dtype), *kept)
-
-            return run
-
-        return bind
+        return run
 
 
 _AXES = {ROWS: -1, COLUMNS: -2}

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules.requirements import check_bf16, guard_bias
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
-    check_bf16,
     check_layer,
     check_packed,
-    guard_bias,
     guard_rows,
     is_halved,
 )
 from fusedmoe.builtin_rules.sm100.products import products_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import deinterleave, interleave
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 
@@ -40,14 +37,17 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "input", "fc.weight")
+        check_bf16(ctx, "packed", "input", "fc.weight")
         halves = is_halved(ctx, "fc.weight:packed")
         needs = ("input:packed", "fc.weight:packed", "fc.bias", "padded_offsets", "place_of_row")
         moved = (2 + 2 * halves) * _bytes(ctx, "output")
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=3 + halves, extra_bytes=moved)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor | None) -> Run:
         halves, products = is_halved(ctx, "fc.weight:packed"), products_of(ctx, "input")
+        (codes, *_), (codes_ENK, *_), (bias, *_) = products.split(tensors)
+        guard_rows(codes.shape[0], ctx.spec("input").shape[1], codes_ENK.shape[1])
+        guard_bias(bias)
 
         def run(*tensors: Tensor | None) -> Tensor:
             x, weight, (bias, ends, place_of_row) = products.split(tensors)
@@ -56,13 +56,7 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
             y: Tensor = products.kernels.gemm(x, weight, bias, ends).index_select(0, place_of_row)
             return deinterleave(y).contiguous() if halves else y
 
-        def bind(*tensors: Tensor | None) -> Callable[..., Tensor]:
-            (codes, *_), (codes_ENK, *_), (bias, *_) = products.split(tensors)
-            guard_rows(codes.shape[0], ctx.spec("input").shape[1], codes_ENK.shape[1])
-            guard_bias(bias)
-            return run
-
-        return bind
+        return run
 
 
 class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="backward"):
@@ -75,25 +69,22 @@ class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="b
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "grad_output", "dgrad.weight")
+        check_bf16(ctx, "packed", "grad_output", "dgrad.weight")
         needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "place_of_row")
         moved = 2 * _bytes(ctx, "grad_input")
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=3, extra_bytes=moved)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor) -> Run:
         products = products_of(ctx, "grad_output")
+        (codes, *_), (codes_ENK, *_), _ = products.split(tensors)
+        guard_rows(codes.shape[0], ctx.spec("grad_output").shape[1], codes_ENK.shape[1])
 
         def run(*tensors: Tensor) -> Tensor:
             dy, weight, (ends, place_of_row) = products.split(tensors)
             dx: Tensor = products.kernels.gemm(dy, weight, None, ends)
             return dx.index_select(0, place_of_row)
 
-        def bind(*tensors: Tensor) -> Callable[..., Tensor]:
-            (codes, *_), (codes_ENK, *_), _ = products.split(tensors)
-            guard_rows(codes.shape[0], ctx.spec("grad_output").shape[1], codes_ENK.shape[1])
-            return run
-
-        return bind
+        return run
 
 
 def _bytes(ctx: PlanContext, rows: str) -> int:

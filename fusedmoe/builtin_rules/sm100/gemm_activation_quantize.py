@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules.requirements import check_bf16, guard_bias
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_activation,
-    check_bf16,
     check_layer,
     check_packed,
     check_quantizer,
-    guard_bias,
     guard_rows,
     ones_of_rows,
     packed_factor,
 )
 from fusedmoe.builtin_rules.sm100.products import products_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.numerics.formats.packed import interleave
 from fusedmoe.ops.glu import SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
@@ -30,8 +29,6 @@ from fusedmoe.ops.scale import Scale
 from fusedmoe.ops.squared_relu import SquaredReLU
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 PREACTIVATION, ROWS, COLUMNS = KEEPS = ("act.input:packed", "output:packed", "output:packed_columns")
@@ -55,7 +52,7 @@ class PackedGemmActivationQuantize(
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "input", "fc.weight")
+        check_bf16(ctx, "packed", "input", "fc.weight")
         activation = check_activation(self.act)
         if activation.gated:
             require(self.fc.out_features % 256 == 0, "half of out_features, %d, is not a multiple of 128",
@@ -69,34 +66,31 @@ class PackedGemmActivationQuantize(
         extra = products.extra_bytes(quantizer, values)
         return Step(needs=needs, gives=(), keeps=KEEPS, zeroes_tail=True, launches=launches, extra_bytes=extra)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor | None) -> Run:
         activation, products, quantizer = check_activation(self.act), products_of(ctx, "input"), self.quantize.quantizer
         assert quantizer is not None, "otherwise there is no step"
+        keep = ctx.keep
         axes = [axis for name, axis in _AXES.items() if name in keep]
+        (codes, *_), (codes_ENK, *_), (bias, ends, *_) = products.split(tensors)
+        features = codes_ENK.shape[1]
+        guard_rows(codes.shape[0], self.fc.in_features, features)
+        guard_bias(bias)
+        width = features // (2 if activation.gated else 1)
+        product = products.bind_activation(codes, width, ends, quantizer, axes, activation)
 
-        def bind(*tensors: Tensor | None) -> Callable[..., tuple[Tensor, ...]]:
-            (codes, *_), (codes_ENK, *_), (bias, ends, *_) = products.split(tensors)
-            features = codes_ENK.shape[1]
-            guard_rows(codes.shape[0], self.fc.in_features, features)
-            guard_bias(bias)
-            width = features // (2 if activation.gated else 1)
-            product = products.bind_activation(codes, width, ends, quantizer, axes, activation)
+        def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+            x, weight, (bias, ends, factor, place_of_row) = products.split(tensors)
+            num_packed = x[0].shape[0]
+            factors = packed_factor(factor, place_of_row, num_packed)
+            if bias is not None:
+                if factors is None:  # else padding rows would have the activation of the bias
+                    factors = ones_of_rows(place_of_row, num_packed)
+                bias = interleave(bias).contiguous()
+            p, forms = product(x, weight, bias, ends, factors)
+            found = {PREACTIVATION: (p,), **{name: forms.get(axis, ()) for name, axis in _AXES.items()}}
+            return tuple(t for name in keep for t in found[name])
 
-            def run(*tensors: Tensor | None) -> tuple[Tensor, ...]:
-                x, weight, (bias, ends, factor, place_of_row) = products.split(tensors)
-                num_packed = x[0].shape[0]
-                factors = packed_factor(factor, place_of_row, num_packed)
-                if bias is not None:
-                    if factors is None:  # else padding rows would have the activation of the bias
-                        factors = ones_of_rows(place_of_row, num_packed)
-                    bias = interleave(bias).contiguous()
-                p, forms = product(x, weight, bias, ends, factors)
-                found = {PREACTIVATION: (p,), **{name: forms.get(axis, ()) for name, axis in _AXES.items()}}
-                return tuple(t for name in keep for t in found[name])
-
-            return run
-
-        return bind
+        return run
 
 
 _AXES = {ROWS: -1, COLUMNS: -2}

@@ -13,19 +13,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.builtin_rules.requirements import decline
+from fusedmoe.builtin_rules.requirements import check_bf16, decline, guard_bias
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
-    check_bf16,
     check_layer,
     check_packed,
-    guard_bias,
     guard_rows,
     packed_factor,
 )
 from fusedmoe.builtin_rules.sm100.products import products_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.ops.dispatch import Combine, DDispatch, DispatchWeightGrad
@@ -51,7 +49,7 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "input", "fc.weight")
+        check_bf16(ctx, "packed", "input", "fc.weight")
         require_row_dtype(self.combine)
         rows = ctx.spec("combine.input")
         decline(limits.why_not_width("features", rows.shape[-1]))
@@ -65,23 +63,19 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
             launches=2 + LAUNCHES_ON_SLOTS + 2 * len(weights), extra_bytes=2 * rows.shape[0] * rows.shape[1] * 2,
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor | None) -> Run:
         products = products_of(ctx, "input")
+        (codes, *_), (codes_ENK, *_), (bias, _, _, row_of_slot, *weights) = products.split(tensors)
+        guard_rows(codes.shape[0], self.fc.in_features, codes_ENK.shape[1])
+        guard_bias(bias)
+        total = _bind_total(codes, codes_ENK, row_of_slot, *weights)
 
-        def bind(*tensors: Tensor | None) -> Callable[..., Tensor]:
-            (codes, *_), (codes_ENK, *_), (bias, _, _, row_of_slot, *weights) = products.split(tensors)
-            guard_rows(codes.shape[0], self.fc.in_features, codes_ENK.shape[1])
-            guard_bias(bias)
-            total = _bind_total(codes, codes_ENK, row_of_slot, *weights)
+        def run(*tensors: Tensor | None) -> Tensor:
+            x, weight, (bias, ends, place_of_row, row_of_slot, *weights) = products.split(tensors)
+            y = products.kernels.gemm(x, weight, bias, ends)
+            return total(y, place_of_row, row_of_slot, *weights)
 
-            def run(*tensors: Tensor | None) -> Tensor:
-                x, weight, (bias, ends, place_of_row, row_of_slot, *weights) = products.split(tensors)
-                y = products.kernels.gemm(x, weight, bias, ends)
-                return total(y, place_of_row, row_of_slot, *weights)
-
-            return run
-
-        return bind
+        return run
 
 
 class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddispatch", direction="backward"):
@@ -99,7 +93,7 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
 
     def offer(self, ctx: PlanContext) -> Step:
         check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "grad_output", "dgrad.weight")
+        check_bf16(ctx, "packed", "grad_output", "dgrad.weight")
         rows = ctx.spec("ddispatch.grad_output")
         decline(limits.why_not_width("features", rows.shape[-1]))
         require(not ctx.is_read_outside("ddispatch.grad_output"), "the gradients of rows are read in order too")
@@ -114,26 +108,22 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
             extra_bytes=2 * rows.shape[0] * rows.shape[1] * 2,
         )  # fmt: skip
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, *tensors: Tensor) -> Run:
         products = products_of(ctx, "grad_output")
+        (codes, *_), (codes_ENK, *_), (_, _, row_of_slot, *grads) = products.split(tensors)
+        guard_rows(codes.shape[0], self.dgrad.op.out_features, codes_ENK.shape[1])
+        require(all(grad.is_contiguous() for grad in grads), "the gradient of the row scales is not contiguous")
+        total = _bind_total(codes, codes_ENK, row_of_slot)
+        of_slots = [functions.bind_slot_values(grad, row_of_slot) for grad in grads]
 
-        def bind(*tensors: Tensor) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-            (codes, *_), (codes_ENK, *_), (_, _, row_of_slot, *grads) = products.split(tensors)
-            guard_rows(codes.shape[0], self.dgrad.op.out_features, codes_ENK.shape[1])
-            require(all(grad.is_contiguous() for grad in grads), "the gradient of the row scales is not contiguous")
-            total = _bind_total(codes, codes_ENK, row_of_slot)
-            of_slots = [functions.bind_slot_values(grad, row_of_slot) for grad in grads]
+        def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+            dy, weight, (ends, place_of_row, row_of_slot, *grads) = products.split(tensors)
+            dx = total(products.kernels.gemm(dy, weight, None, ends), place_of_row, row_of_slot)
+            if not grads:
+                return dx
+            return dx, *(values(grad, row_of_slot) for values, grad in zip(of_slots, grads, strict=True))
 
-            def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-                dy, weight, (ends, place_of_row, row_of_slot, *grads) = products.split(tensors)
-                dx = total(products.kernels.gemm(dy, weight, None, ends), place_of_row, row_of_slot)
-                if not grads:
-                    return dx
-                return dx, *(values(grad, row_of_slot) for values, grad in zip(of_slots, grads, strict=True))
-
-            return run
-
-        return bind
+        return run
 
 
 def _bind_total(codes: Tensor, codes_ENK: Tensor, row_of_slot: Tensor, *weights: Tensor) -> Callable[..., Tensor]:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm100, Run, decline, require_plain
-from fusedmoe.builtin_rules.sm100.packed import name_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of, require_plain
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
@@ -38,17 +37,14 @@ class GroupedMm(OnSm100, FusionRule, name="sm100.grouped_mm", direction="forward
         needs = ("input", "fc.weight", "fc.bias", "offsets")
         return Step(needs=needs, gives=("output",), zeroes_tail=True, launches=2)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        def bind(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Run:
-            product = _bind(x, weight.mT, offsets)
+    def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Run:
+        product = _bind(x, weight.mT, offsets)
 
-            def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-                y = product(x, weight.mT, offsets)
-                return y if bias is None else grouped_gemm.grouped_bias(y, bias, offsets)
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+            y = product(x, weight.mT, offsets)
+            return y if bias is None else grouped_gemm.grouped_bias(y, bias, offsets)
 
-            return run
-
-        return bind
+        return run
 
 
 class GroupedMmDgrad(OnSm100, FusionRule, name="sm100.grouped_mm_dgrad", direction="backward"):
@@ -61,8 +57,8 @@ class GroupedMmDgrad(OnSm100, FusionRule, name="sm100.grouped_mm_dgrad", directi
         needs = ("grad_output", "dgrad.weight", "offsets")
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=2)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        return _bind
+    def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor) -> Run:
+        return _bind(dy, weight, offsets)
 
 
 def _check(ctx: PlanContext, fc: Op, *operands: str) -> None:

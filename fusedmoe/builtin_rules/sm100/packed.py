@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm100, activation_of
+from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, name_of
 from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.packed import can_pack
@@ -76,13 +76,6 @@ def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
         require(dtype == "bfloat16", "the bias is %s, not bfloat16", dtype)
 
 
-def check_bf16(ctx: PlanContext, *values: str) -> None:
-    """Decline values that are not bf16."""
-    for name in values:
-        dtype = name_of(ctx.dtype(name))
-        require(dtype == "bfloat16", "%s is %s: products of packed operands are bfloat16", name, dtype)
-
-
 def check_activation(op: Op) -> Activation:
     """Return the kernels' description of an activation, or decline it."""
     activation = activation_of(op)
@@ -91,11 +84,6 @@ def check_activation(op: Op) -> Activation:
     message = "alpha %s and offset %s without a limit: the kernel has them for clamped activations alone"
     require(not constants or activation.limit is not None, message, activation.alpha, activation.offset)
     return activation
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name without its module."""
-    return str(dtype).removeprefix("torch.")
 
 
 def is_halved(ctx: PlanContext, packed: str) -> bool:
@@ -110,11 +98,6 @@ def guard_rows(rows: int, *features: int) -> None:
         raise NothingToDo("no rows")
     widest = max(features)
     require(rows * widest < MOST_ELEMENTS, "%d rows of %d features: expected fewer than 2^31 elements", rows, widest)
-
-
-def guard_bias(bias: Tensor | None) -> None:
-    """Decline a bias that the kernels cannot read."""
-    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
 
 
 def packed_factor(

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules.requirements import (
     OnSm100,
-    Run,
     ThroughIndex,
     guard_gradient,
     guard_index,
     guard_matrix,
+    name_of,
     on_readable,
 )
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
@@ -27,8 +27,8 @@ from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     extra_bytes,
     launches_of,
 )
-from fusedmoe.builtin_rules.sm100.packed import MOST_EXPERTS, WIDTH, check_quantizer, is_halved, name_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.builtin_rules.sm100.packed import MOST_EXPERTS, WIDTH, check_quantizer, is_halved
+from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
 from fusedmoe.numerics.formats import E2M1
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, Packed, PackedTensor
@@ -36,8 +36,6 @@ from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from fusedmoe.numerics.formats import Quantizer
@@ -55,17 +53,12 @@ class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forw
     def offer(self, ctx: PlanContext) -> Step:
         return _step(ctx, self.quantize.quantizer, "input", "output")
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        kernel = _Kernel(ctx, self.quantize.quantizer, keep, "output")
-
-        def bind(x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-            if not x.numel():
-                raise NothingToDo("no rows")
-            guard_matrix("x", x)
-            guard_index(x, index)
-            return kernel.bound(x, offsets, *index)
-
-        return bind
+    def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
+        if not x.numel():
+            raise NothingToDo("no rows")
+        guard_matrix("x", x)
+        guard_index(x, index)
+        return _bind_forms(ctx, self.quantize.quantizer, "output", x, offsets, *index)
 
 
 class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", direction="backward"):
@@ -79,15 +72,10 @@ class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", di
     def offer(self, ctx: PlanContext) -> Step:
         return _step(ctx, self.quantize.quantizes, "grad_output", "grad_input")
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        kernel = _Kernel(ctx, self.quantize.quantizes, keep, "grad_input")
-
-        def bind(dy: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-            guard_gradient(dy)
-            guard_index(dy, index)
-            return on_readable(dy, kernel.bound(dy, offsets, *index))
-
-        return bind
+    def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor, *index: Tensor) -> Run:
+        guard_gradient(dy)
+        guard_index(dy, index)
+        return on_readable(dy, _bind_forms(ctx, self.quantize.quantizes, "grad_input", dy, offsets, *index))
 
 
 class GatheredPackedQuantize(ThroughIndex, PackedQuantize, name="sm100.gathered_quantize", direction="forward"):
@@ -127,57 +115,43 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
             launches = launches_of(self.quantize.run.quantizer) + LAUNCHES_TO_PACK_WEIGHT
         return Step(needs=("quantize.weight",), gives=(), keeps=tuple(_AXES), launches=launches)
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        cached, training = self.quantize.run, ctx.training
-        halves = is_halved(ctx, "quantize.output:packed")
-        axes = tuple(Packed(_AXES[name], halves) for name in keep)
-        wanted = {"rows": Packed(-1, halves) in axes, "columns": Packed(-2, halves) in axes}
+    def bind(self, ctx: PlanContext, weight: Tensor) -> Run:
+        if not weight.numel():
+            raise NothingToDo("an empty weight")
+        cached, training, halves = self.quantize.run, ctx.training, is_halved(ctx, "quantize.output:packed")
+        axes = tuple(Packed(_AXES[name], halves) for name in ctx.keep)
+        if cached.quantizer.format.element == E2M1:
+            guard_matrix("the weight", weight, transposed=True)
+            kernel: Run = bind_packed_weight_forms(weight, cached.quantizer, [form.axis for form in axes], halves)
+        else:
+            guard_matrix("the weight", weight)
+            rows, columns = Packed(-1, halves) in axes, Packed(-2, halves) in axes
+            kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, rows=rows, columns=columns)
 
-        def bind(weight: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-            if not weight.numel():
-                raise NothingToDo("an empty weight")
-            if cached.quantizer.format.element == E2M1:
-                guard_matrix("the weight", weight, transposed=True)
-                kernel: Run = bind_packed_weight_forms(weight, cached.quantizer, [form.axis for form in axes], halves)
-            else:
-                guard_matrix("the weight", weight)
-                kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, **wanted)
+        def forms(weight: Tensor, step: DelayedStep | None) -> list[PackedTensor]:
+            return [PackedTensor(*form) for form in kernel(weight)]
 
-            def forms(weight: Tensor, step: DelayedStep | None) -> list[PackedTensor]:
-                return [PackedTensor(*form) for form in kernel(weight)]
-
-            def run(weight: Tensor) -> tuple[Tensor, ...]:
-                return cached.tensors(weight, axes=axes, training=training, by=(self.name, forms))
-
-            return run
-
-        return bind
+        by = self.name, forms
+        return lambda weight: cached.tensors(weight, axes=axes, training=training, by=by)
 
 
 _AXES = {"quantize.output:packed": -1, "quantize.output:packed_columns": -2}
 
 
-class _Kernel:
-    """The kernel for the forms ``keep`` of the value ``made``."""
-
-    def __init__(self, ctx: PlanContext, quantizer: Quantizer | None, keep: tuple[str, ...], made: str) -> None:
-        assert quantizer is not None, "otherwise there is no step"
-        self.quantizer = quantizer
-        self.rows, self.columns = f"{made}:packed" in keep, f"{made}:packed_columns" in keep
-        self.halves = is_halved(ctx, f"{made}:packed")
-
-    def bound(self, x: Tensor, offsets: Tensor, *index: Tensor) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the function of tensors like these."""
-        rows, columns, halves = self.rows, self.columns, self.halves
-        if self.quantizer.format.element == E2M1:
-            run: Run = bind_packed_forms(
-                x, self.quantizer, offsets, *index, rows=rows, columns=columns, halves=halves
-            )  # fmt: skip
-        else:
-            run = quantize_functions.bind_quantize_packed(
-                x, offsets, *index, rows=rows, columns=columns, halves=halves
-            )  # fmt: skip
-        return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
+def _bind_forms(
+    ctx: PlanContext, quantizer: Quantizer | None, made: str, x: Tensor, offsets: Tensor, *index: Tensor
+) -> Run:
+    """Return a function of tensors like these, which returns the tensors of the forms of the value ``made`` that are
+    read.
+    """
+    assert quantizer is not None, "otherwise there is no step"
+    rows, columns = (f"{made}:{form}" in ctx.keep for form in ("packed", "packed_columns"))
+    halves = is_halved(ctx, f"{made}:packed")
+    if quantizer.format.element == E2M1:
+        run: Run = bind_packed_forms(x, quantizer, offsets, *index, rows=rows, columns=columns, halves=halves)
+    else:
+        run = quantize_functions.bind_quantize_packed(x, offsets, *index, rows=rows, columns=columns, halves=halves)
+    return lambda x, offsets, *index: tuple(t for form in run(x, offsets, *index) for t in form)
 
 
 def _step(ctx: PlanContext, quantizer: Quantizer | None, read: str, made: str) -> Step:

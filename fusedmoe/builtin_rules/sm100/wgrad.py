@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_bf16, check_layer, check_packed, guard_rows, is_halved
+from fusedmoe.builtin_rules.requirements import check_bf16, guard_main_grad
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_layer, check_packed, guard_rows, is_halved
 from fusedmoe.builtin_rules.sm100.products import NVFP4, products_of
-from fusedmoe.fusion.language.rule import Bind, FusionRule, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, deinterleave
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 OPERANDS = ("grad_output", "wgrad.input")
@@ -36,7 +35,7 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
         check_layer(ctx, fc)
-        check_bf16(ctx, *OPERANDS)
+        check_bf16(ctx, "packed", *OPERANDS)
         halves = is_halved(ctx, DY)
         extra = 2 * 2 * fc.num_groups * fc.in_features * fc.out_features if halves else 0
         return Step(
@@ -46,18 +45,17 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
             extra_bytes=extra,
         )
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: PlanContext, dy: Tensor, *others: Tensor) -> Run:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
         fc, halves = self.wgrad.op, is_halved(ctx, DY)
         shape, products = (fc.num_groups, fc.out_features, fc.in_features), products_of(ctx, "grad_output")
+        guard_rows(dy.shape[1] * 2 if products is NVFP4 else dy.shape[0], shape[1], shape[2])
 
         def run(*tensors: Tensor) -> Tensor | None:
             dy, x, (ends,) = products.split(tensors)
             main_grad = None
             if accumulating is not None:
-                main_grad = accumulating.main_grad()  # may be a different tensor in each call
-                require(main_grad.is_contiguous(), "main_grad is not contiguous")
-                require(main_grad.data_ptr() % 16 == 0, "main_grad does not begin at a multiple of 16 bytes")
+                main_grad = guard_main_grad(accumulating.main_grad())  # may be a different tensor in each call
             if main_grad is not None and not halves:
                 products.kernels.wgrad(dy, x, ends, main_grad, accumulate=True)
                 return accumulating.added()  # type: ignore[union-attr]
@@ -68,12 +66,7 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
             _blocks(main_grad).add_(out.view(shape[0], -1, 2, PACKED_FEATURES, shape[2]).transpose(1, 2))
             return accumulating.added()  # type: ignore[union-attr]
 
-        def bind(dy: Tensor, *others: Tensor) -> Callable[..., Tensor | None]:
-            rows = dy.shape[1] * 2 if products is NVFP4 else dy.shape[0]
-            guard_rows(rows, shape[1], shape[2])
-            return run
-
-        return bind
+        return run
 
 
 def _blocks(grad_ENK: Tensor) -> Tensor:

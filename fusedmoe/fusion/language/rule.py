@@ -20,7 +20,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
 
 from fusedmoe.fusion.graph.values import spec_of
@@ -145,7 +145,9 @@ class Step:
     carries_us: float = 0.0
 
 
-Bind = Callable[..., Callable[..., Any]]
+Run = Callable[..., Any]
+"""Runs a step: takes the tensors of `Step.needs`, returns those of `Step.gives`, then those of `PlanContext.keep`."""
+Bind = Callable[..., Run]
 """Takes the tensors of `Step.needs` and returns the function that runs the step for tensors of the same kind."""
 
 
@@ -168,10 +170,12 @@ class PlanContext:
     options : KernelOptions
         The options of the `Sequential`: ``sm_margin``, ``schedule``.
     beside_sms : int
-        In `FusionRule.build`: the SMs that the last launch of a light step runs on, beside the step that carries it; 0
+        In `FusionRule.bind`: the SMs that the last launch of a light step runs on, beside the step that carries it; 0
         for a step alone. Both steps get the number. The light step comes first, on the same stream, and neither reads
         what the other writes. Its last launch lets the next launch begin early. The carrier has one launch, which
         begins early, and which ends after the launch before it has ended.
+    keep : tuple of str
+        In `FusionRule.bind`: the names among `Step.keeps` that are read, in that order.
     """
 
     device: torch.device
@@ -184,6 +188,7 @@ class PlanContext:
     _resolve: Callable[[str], str]
     _read_outside: frozenset[str]
     beside_sms: int = 0
+    keep: tuple[str, ...] = ()
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""
@@ -283,23 +288,30 @@ class FusionRule:
         """Return the values that the step reads and writes, or decline the match through `require` (CONSTRAINT)."""
         raise NotImplementedError(f"rule {self.name!r} defines no offer()")
 
-    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
-        """Return the binder of a step that was chosen.
+    def bind(self, ctx: PlanContext, *tensors: Any) -> Run:
+        """Return the function that runs the step for tensors like these: those of `Step.needs`, in order.
 
-        The binder takes the tensors of `Step.needs`, in order. It declines, through `require`, for facts that are known
-        only at the call, such as strides and the number of rows; it never reads a tensor's contents. Otherwise it
-        returns the function that runs the step. That function takes the same tensors and returns those of `Step.gives`,
-        then those of ``keep``. It serves every call whose tensors agree in type, shape, dtype, strides and device, and
+        Decline, through `require`, for facts that are known only at the call, such as strides and the number of rows;
+        never read a tensor's contents. The function takes the same tensors and returns those of `Step.gives`, then
+        those of ``ctx.keep``. It serves every call whose tensors agree in type, shape, dtype, strides and device, and
         in whether they begin at a multiple of 16 bytes. It may still decline, before it writes, for anything else.
+        """
+        raise NotImplementedError
+
+    def build(self, ctx: PlanContext, keep: tuple[str, ...]) -> Bind:
+        """Return the binder of a step that was chosen: `bind` of a context, unless a subclass prepares more than that
+        once per plan.
 
         Parameters
         ----------
         ctx
             As for `offer`.
         keep
-            The names among `Step.keeps` that are read, in that order.
+            `PlanContext.keep`.
         """
-        raise NotImplementedError(f"rule {self.name!r} defines no build()")
+        if type(self).bind is FusionRule.bind:
+            raise NotImplementedError(f"rule {self.name!r} defines no bind()")
+        return functools.partial(self.bind, replace(ctx, keep=keep))
 
 
 def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot, ...]:
