@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import Bind
+from fusedmoe.fusion.language.rule import Run
 from fusedmoe.ops import DScale, ScaleGrad
 
 # ---- the op and its derivative: this alone composes with every other op --------------------------------------------
@@ -73,13 +73,13 @@ class SoftcapSwiGLUScale(fm.FusionRule, name="example.softcap_swiglu_scale", dir
         fm.require(self.act.cap > 0, "cap %s is not positive", self.act.cap)
         return fm.Step(needs=("input", "scale.factor"), gives=("output",))
 
-    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: fm.PlanContext, *tensors: Tensor) -> Run:
         def run(x: Tensor, factor: Tensor) -> Tensor:
             gate, up = in_fp32(x).chunk(2, dim=-1)
             y = F.silu(gate).mul_(up).div_(self.act.cap).tanh_()
             return y.mul_((self.act.cap * factor.to(y.dtype))[:, None]).to(x.dtype)
 
-        return lambda *tensors: run
+        return run
 
 
 class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_scale_backward", direction="backward"):
@@ -93,7 +93,7 @@ class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_sca
         scale_grad = () if self.scale_grad is None else (f"scale_grad.{self.scale_grad.gives[0]}",)
         return fm.Step(needs=("grad_output", "dscale.factor", "dact.input"), gives=("grad_input", *scale_grad))
 
-    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: fm.PlanContext, *tensors: Tensor) -> Run:
         op, scale_grad = self.dact.op, self.scale_grad
 
         def run(dy: Tensor, factor: Tensor, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class SoftcapSwiGLUScaleBackward(fm.FusionRule, name="example.softcap_swiglu_sca
                 return dx
             return dx, (in_fp32(dy) * op.compute(in_fp32(x))).sum(dim=1).to(factor.dtype)
 
-        return lambda *tensors: run
+        return run
 
 
 RULES = (SoftcapSwiGLUScale, SoftcapSwiGLUScaleBackward)

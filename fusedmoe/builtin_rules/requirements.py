@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import Tensor
 
-from fusedmoe.fusion.language.rule import Declined, FusionRule, NothingToDo, PlanContext, Step, require
+from fusedmoe.fusion.language.rule import Declined, FusionRule, PlanContext, Step, require
 from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import limits
@@ -31,9 +29,6 @@ SM_BYTES_PER_US = 80e3
 """Of a sum over slots, per SM."""
 SHORTEST_US = 1500.0
 """On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
-_R = TypeVar("_R")
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
 
 
@@ -165,83 +160,3 @@ class ThroughIndex:
         decline(limits.why_not_row_index(ctx.dtype(f"{rows}:index")))
         needs = (*(f"{name}:source" if name == rows else name for name in step.needs), f"{rows}:index")
         return replace(step, needs=needs, gather_cost=self.gather_cost)
-
-
-def guard_index(source: Tensor, index: tuple[Tensor, ...]) -> None:
-    """Decline an index that is not contiguous, and a source whose rows are too far apart for the kernels. Leave a call
-    without rows to plain PyTorch. ``index`` is empty for rows in order.
-    """
-    for t in index:
-        if not t.shape[0]:
-            raise NothingToDo("no rows")
-        require(t.is_contiguous(), "the index of the rows is not contiguous")
-        decline(limits.why_not_gathered(source.stride(0)))
-
-
-def guard_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Decline rows, a weight or a bias with strides that the kernels cannot read. Leave a call without rows to plain
-    PyTorch.
-    """
-    if not x.shape[0]:
-        raise NothingToDo("no rows")
-    guard_matrix("x", x)
-    guard_matrix("the weight", weight, transposed=True)
-    guard_bias(bias)
-
-
-def guard_bias(bias: Tensor | None) -> None:
-    """Decline a bias that the kernels cannot read."""
-    require(bias is None or bias.is_contiguous(), "the bias is not contiguous")
-
-
-def guard_main_grad(main_grad: Tensor) -> Tensor:
-    """Decline a ``main_grad`` that the kernels cannot add to; return it."""
-    require(main_grad.is_contiguous(), "main_grad is not contiguous")
-    decline(limits.why_not_address("main_grad", main_grad.data_ptr()))
-    return main_grad
-
-
-def guard_gradient(grad: Tensor) -> None:
-    """Decline a gradient that is a tensor subclass. Leave a call without rows to plain PyTorch. `on_readable` handles
-    the strides.
-    """
-    if not grad.shape[0]:
-        raise NothingToDo("no rows")
-    require_plain("the gradient", grad)
-
-
-def guard_matrix(name: str, t: Tensor, transposed: bool = False) -> None:
-    """Decline a tensor subclass, and strides or an address that TMA cannot read."""
-    require_plain(name, t)
-    decline(limits.why_not_matrix(name, t.shape, t.stride(), t.data_ptr(), transposed))
-
-
-def require_plain(name: str, t: Tensor) -> None:
-    """Decline a tensor subclass."""
-    require(type(t) in _PLAIN, "%s is a %s, not a plain tensor", name, type(t).__name__)
-
-
-def matrix(t: Tensor) -> Tensor:
-    """Return rows (..., features) as (R, features)."""
-    return t if t.dim() == 2 else t.flatten(0, -2)
-
-
-def as_rows_of(x: Tensor, y: Tensor) -> Tensor:
-    """Return (R, features) with the leading dimensions of x."""
-    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
-
-
-def is_readable(t: Tensor) -> bool:
-    """Whether the kernels can read a tensor's strides. Autograd, for example, expands and transposes gradients."""
-    if t.dim() == 1:
-        return t.is_contiguous()
-    return limits.why_not_matrix("", t.shape, t.stride(), t.data_ptr()) is None
-
-
-def on_readable(t: Tensor, run: Callable[..., _R]) -> Callable[..., _R]:
-    """Return ``run``, whose first argument is this tensor, if the kernels can read it. Otherwise, return a function
-    that runs it on a copy.
-    """
-    if is_readable(t):
-        return run
-    return lambda t, *others: run(t.clone(memory_format=torch.contiguous_format), *others)

@@ -30,7 +30,7 @@ from toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules import requirements
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100 import packed, quantize
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
@@ -361,7 +361,7 @@ def test_a_call_without_rows():
 
 def test_a_bias_that_is_not_contiguous():
     bias = torch.zeros(E, H, dtype=BF16)
-    requirements.guard_bias(None)
-    requirements.guard_bias(bias)
+    guards.bias(None)
+    guards.bias(bias)
     with pytest.raises(Declined, match="the bias is not contiguous"):
-        requirements.guard_bias(bias.mT.contiguous().mT)
+        guards.bias(bias.mT.contiguous().mT)

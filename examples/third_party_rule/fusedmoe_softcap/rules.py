@@ -3,7 +3,7 @@
 from torch import Tensor
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import Bind
+from fusedmoe.fusion.language.rule import Run
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad
 from fusedmoe_softcap.op import DSoftcap, Softcap
@@ -20,13 +20,13 @@ class GemmSoftcap(fm.FusionRule, name="softcap.gemm_softcap", direction="forward
         fm.require(self.cap.cap > 0, "cap %s is not positive", self.cap.cap)
         return fm.Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
 
-    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: fm.PlanContext, *tensors: Tensor) -> Run:
         cap = self.cap.cap
 
         def run(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
             return grouped_mm(x, weight, offsets).div_(cap).tanh_().mul_(cap)
 
-        return lambda *tensors: run
+        return run
 
 
 class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="backward"):
@@ -39,11 +39,11 @@ class DgradOfSoftcap(fm.FusionRule, name="softcap.dgrad_dsoftcap", direction="ba
         needs = ("grad_output", "dgrad.weight", "offsets", "dcap.output")
         return fm.Step(needs=needs, gives=("grad_input",), zeroes_tail=True)
 
-    def build(self, ctx: fm.PlanContext, keep: tuple[str, ...]) -> Bind:
+    def bind(self, ctx: fm.PlanContext, *tensors: Tensor) -> Run:
         cap = self.dcap.op.cap
 
         def run(dy: Tensor, weight: Tensor, offsets: Tensor, y: Tensor) -> Tensor:
             dx = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
             return dx.mul_(1 - (y / cap).square())
 
-        return lambda *tensors: run
+        return run

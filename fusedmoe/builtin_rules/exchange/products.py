@@ -20,6 +20,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.exchange.beside import (
     DERIVATIVE_TFLOPS,
     SMS_FOR_BARRIER,
@@ -38,12 +39,6 @@ from fusedmoe.builtin_rules.requirements import (
     check_dscale,
     check_row_scale,
     decline,
-    guard_bias,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    guard_operands,
-    on_readable,
 )
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
@@ -120,8 +115,8 @@ class GemmActivationOfArrivingTokens(
         count, scaled, experts = len(gather.runtime_inputs), self.scale is not None, self.fc.num_groups
         keeps_p = "act.input" in keep
         weight, bias = given[count:]
-        guard_matrix("the weight", weight, transposed=True)
-        guard_bias(bias)
+        guards.matrix("the weight", weight, transposed=True)
+        guards.bias(bias)
         like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
         tokens, index, factor, *_ = like
         if not index.numel():
@@ -191,7 +186,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         rank_experts: Tensor, row_of_slot: Tensor, token_of_row: Tensor, probs: Tensor | None = None,
     ) -> Run:  # fmt: skip
         back, expert_parallel, options, keep = self.back, self.back.expert_parallel, ctx.options, ctx.keep
-        guard_operands(x, weight, bias)
+        guards.operands(x, weight, bias)
         require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
         (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
         row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
@@ -272,8 +267,8 @@ class DgradActivationOfArrivingGradients(
         if not token_of_row.shape[0]:
             raise NothingToDo("no rows")
         require(token_of_row.is_contiguous(), "a routing index is not contiguous")
-        guard_matrix("the preactivation", preactivation)
-        guard_matrix("the weight", weight, transposed=True)
+        guards.matrix("the preactivation", preactivation)
+        guards.matrix("the weight", weight, transposed=True)
         like = dy.new_empty(tokens, dy.shape[1])
         chosen, row_bytes, row_flops = gathered_index.shape[1], dy.shape[1] * dy.itemsize, 2 * weight[0].numel()
         divided = experts_beside(
@@ -354,11 +349,11 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
     ) -> Run:  # fmt: skip
         dtype, options = ctx.dtype("dgrad.weight"), ctx.options
         dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
-        guard_gradient(dy)
-        guard_gradient(grad_probs)
-        guard_index(x, (index,))
-        guard_matrix("x", x)
-        guard_matrix("the weight", weight, transposed=True)
+        guards.gradient(dy)
+        guards.gradient(grad_probs)
+        guards.index(x, (index,))
+        guards.matrix("x", x)
+        guards.matrix("the weight", weight, transposed=True)
         require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
         dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
         rows = dy.new_empty(dy.shape[0], weight.shape[2])
@@ -379,4 +374,4 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
             dx = returns.finished(leaving, parts, rows, row_of_slot, None)
             return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
 
-        return on_readable(dy, run)
+        return guards.on_readable(dy, run)

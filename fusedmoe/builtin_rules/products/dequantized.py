@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.requirements import OnSm90, decline, guard_bias, guard_main_grad
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import OnSm90, decline
 from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow, narrow_of
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
@@ -139,7 +140,7 @@ def _bind_rows_times(pair: _Pair, ctx: PlanContext, tensors: tuple[Tensor | None
     """Return a function of rows, weights, bias and offsets: the product of rows and weights."""
     rows, weight, (bias, _) = pair.split(tensors)
     (of_rows, rows_like), (of_weight, weight_like) = _bind_values(rows, pair.a), _bind_values(weight, pair.b)
-    guard_bias(bias)
+    guards.bias(bias)
     factor_like = rows_like.new_empty(rows_like.shape[0], dtype=torch.float32) if pair.scaled else None
     fused_bias = None if pair.scaled else bias  # the factors are of the product, not of the bias
     product = products.bind_grouped_gemm(rows_like, weight_like, fused_bias, factor_like, ctx.options)
@@ -232,7 +233,7 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
             ends_E, factor_E = PaddedRows.of(offsets_E, num_rows, block).ends_E, pair.factor(dy, x)
             main_grad = None if accumulating is None else accumulating.main_grad()  # may differ in each call
             if main_grad is not None and factor_E is None:
-                guard_main_grad(main_grad)
+                guards.main_grad(main_grad)
             grad = product(of_dy(dy), of_x(x), ends_E, main_grad if adds else None)
             if accumulating is None or main_grad is None:
                 if factor_E is not None:

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    ThroughIndex,
-    check_common,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    on_readable,
-)
+from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.sm90 import products, scaled_products
 from fusedmoe.ops.grouped_linear import Dgrad
@@ -44,11 +37,13 @@ class GroupedDgrad(OnSm90, _Dgrad, name="sm90.grouped_dgrad", direction="backwar
     """``dx[r] = dy[r] @ weight[e]``: the kernel of `sm90.grouped_gemm` reads the transposed weight."""
 
     def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, *index: Tensor) -> Run:
-        guard_gradient(dy)
-        guard_index(dy, index)
-        guard_matrix("the weight", weight, transposed=True)
+        guards.gradient(dy)
+        guards.index(dy, index)
+        guards.matrix("the weight", weight, transposed=True)
         product = products.bind_grouped_gemm(dy, weight.mT, None, None, ctx.options, *index)
-        return on_readable(dy, lambda dy, weight, offsets, *index: product(dy, weight.mT, None, offsets, None, *index))
+        return guards.on_readable(
+            dy, lambda dy, weight, offsets, *index: product(dy, weight.mT, None, offsets, None, *index)
+        )
 
 
 class GatheredDgrad(ThroughIndex, GroupedDgrad, name="sm90.gathered_dgrad", direction="backward"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
     ROWS,
     OnFp8,
@@ -19,18 +20,7 @@ from fusedmoe.builtin_rules.products.fp8 import (
     guard_codes,
     on_readable_scales,
 )
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    ThroughIndex,
-    activation_of,
-    check_common,
-    check_dscale,
-    decline,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    on_readable,
-)
+from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, activation_of, check_common, check_dscale, decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products, scaled_products
 from fusedmoe.numerics.formats import E4M3, QuantizedSpec, ScaleRule
@@ -75,10 +65,10 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
         self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor,
         factor: Tensor | None, *index: Tensor,
     ) -> Run:  # fmt: skip
-        guard_gradient(dy)
-        guard_index(dy, index)
-        guard_matrix("the preactivation", preactivation)
-        guard_matrix("the weight", weight, transposed=True)
+        guards.gradient(dy)
+        guards.index(dy, index)
+        guards.matrix("the preactivation", preactivation)
+        guards.matrix("the weight", weight, transposed=True)
         recomputes, of_scale = bool(ctx.keep), self.scale_grad is not None
         product = products.bind_grouped_gemm_activation_backward(
             dy, weight, preactivation, factor, activation_of(self.dact.op), recomputes, of_scale, ctx.options, *index
@@ -91,7 +81,7 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
             given = _given((grad_preactivation,), grad_factor, dtype)
             return (*given, x) if recomputes else given
 
-        return on_readable(dy, run)
+        return guards.on_readable(dy, run)
 
 
 class GatheredDgradActivation(
@@ -162,7 +152,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         preactivation: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         guard_codes(dy, weight)
-        guard_matrix("the preactivation", preactivation)
+        guards.matrix("the preactivation", preactivation)
         bind = self._bind_values if self._quantizer is None else self._bind_codes
         dtype = None if factor is None else factor.dtype
         run = bind(ctx, dy, weight, offsets, preactivation, factor, dtype)

@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    ThroughIndex,
-    check_common,
-    check_row_scale,
-    guard_bias,
-    guard_index,
-    guard_operands,
-)
+from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common, check_row_scale
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.sm90 import products, scaled_products
 from fusedmoe.ops.grouped_linear import GroupedLinear
@@ -52,8 +45,8 @@ class GroupedGemm(OnSm90, _Gemm, name="sm90.grouped_gemm", direction="forward"):
         self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None,
         *index: Tensor,
     ) -> Run:  # fmt: skip
-        guard_operands(x, weight, bias)
-        guard_index(x, index)
+        guards.operands(x, weight, bias)
+        guards.index(x, index)
         return products.bind_grouped_gemm(x, weight, bias, factor, ctx.options, *index)
 
 
@@ -74,7 +67,7 @@ class Fp8GroupedGemm(OnFp8, _Gemm, name="sm90.fp8_grouped_gemm", direction="forw
         offsets: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
-        guard_bias(bias)
+        guards.bias(bias)
         run = scaled_products.bind_block_scaled_gemm(
             x, weight, bias, factor, ctx.options, by_expert=by_expert(ctx, "input")
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
     BY_EXPERT,
     ROWS,
@@ -28,9 +29,6 @@ from fusedmoe.builtin_rules.requirements import (
     check_common,
     check_row_scale,
     decline,
-    guard_bias,
-    guard_index,
-    guard_operands,
 )
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP, bind_end
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
@@ -75,8 +73,8 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
         self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, factor: Tensor | None,
         *index: Tensor,
     ) -> Run:  # fmt: skip
-        guard_operands(x, weight, bias)
-        guard_index(x, index)
+        guards.operands(x, weight, bias)
+        guards.index(x, index)
         return products.bind_grouped_gemm_activation(
             x, weight, bias, factor, activation_of(self.act), bool(ctx.keep), ctx.options, *index
         )
@@ -140,7 +138,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         offsets: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
-        guard_bias(bias)
+        guards.bias(bias)
         quantizer = self._quantizer
         delayed = quantizer is not None and quantizer.delayed is not None
         quantized: Fp8 | Fp8ByExpert | None = None

@@ -12,19 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    activation_of,
-    as_rows_of,
-    check_common,
-    decline,
-    guard_gradient,
-    guard_main_grad,
-    guard_matrix,
-    guard_operands,
-    matrix,
-    on_readable,
-)
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
+from fusedmoe.builtin_rules.requirements import OnSm90, activation_of, check_common, decline
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
@@ -55,11 +45,11 @@ class LinearGemm(OnSm90, FusionRule, name="sm90.linear", direction="forward"):
         return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",))
 
     def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-        rows, weights, biases = matrix(x), weight[None], _one(bias)
-        guard_operands(rows, weights, biases)
+        rows, weights, biases = as_matrix(x), weight[None], _one(bias)
+        guards.operands(rows, weights, biases)
         product = products.bind_grouped_gemm(rows, weights, biases, None, ctx.options)
         offsets = _all_of(rows)
-        return lambda x, weight, bias: as_rows_of(x, product(matrix(x), weight[None], _one(bias), offsets(), None))
+        return lambda x, weight, bias: as_rows_of(x, product(as_matrix(x), weight[None], _one(bias), offsets(), None))
 
 
 class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direction="forward"):
@@ -75,15 +65,15 @@ class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direct
         return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output",), keeps=("act.input",))
 
     def bind(self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None) -> Run:
-        rows, weights, biases = matrix(x), weight[None], _one(bias)
-        guard_operands(rows, weights, biases)
+        rows, weights, biases = as_matrix(x), weight[None], _one(bias)
+        guards.operands(rows, weights, biases)
         product = products.bind_grouped_gemm_activation(
             rows, weights, biases, None, activation_of(self.act), bool(ctx.keep), ctx.options
         )
         offsets = _all_of(rows)
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | tuple[Tensor, Tensor]:
-            results = product(matrix(x), weight[None], _one(bias), offsets(), None)
+            results = product(as_matrix(x), weight[None], _one(bias), offsets(), None)
             if isinstance(results, tuple):
                 y, preactivation = results
                 return as_rows_of(x, y), as_rows_of(x, preactivation)
@@ -103,13 +93,13 @@ class LinearInputGradient(OnSm90, FusionRule, name="sm90.linear_dgrad", directio
         return Step(needs=operands, gives=("grad_input",))
 
     def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor) -> Run:
-        rows, weights = matrix(dy), weight[None]
-        guard_gradient(rows)
-        guard_matrix("the weight", weights, transposed=True)
+        rows, weights = as_matrix(dy), weight[None]
+        guards.gradient(rows)
+        guards.matrix("the weight", weights, transposed=True)
         product = products.bind_grouped_gemm(rows, weights.mT, None, None, ctx.options)
         offsets = _all_of(rows)
-        readable = on_readable(rows, lambda rows, weights: product(rows, weights.mT, None, offsets(), None))
-        return lambda dy, weight: as_rows_of(dy, readable(matrix(dy), weight[None]))
+        readable = guards.on_readable(rows, lambda rows, weights: product(rows, weights.mT, None, offsets(), None))
+        return lambda dy, weight: as_rows_of(dy, readable(as_matrix(dy), weight[None]))
 
 
 class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_activation", direction="backward"):
@@ -126,18 +116,18 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
         return Step(needs=operands, gives=("grad_input",), keeps=("dgrad.input",))
 
     def bind(self, ctx: PlanContext, dy: Tensor, weight: Tensor, preactivation: Tensor) -> Run:
-        rows, weights, p = matrix(dy), weight[None], matrix(preactivation)
-        guard_gradient(rows)
-        guard_matrix("the preactivation", p)
-        guard_matrix("the weight", weights, transposed=True)
+        rows, weights, p = as_matrix(dy), weight[None], as_matrix(preactivation)
+        guards.gradient(rows)
+        guards.matrix("the preactivation", p)
+        guards.matrix("the weight", weights, transposed=True)
         product = products.bind_grouped_gemm_activation_backward(
             rows, weights, p, None, activation_of(self.dact.op), bool(ctx.keep), False, ctx.options
         )
         offsets = _all_of(rows)
-        readable = on_readable(rows, lambda rows, weights, p: product(rows, weights, offsets(), p, None))
+        readable = guards.on_readable(rows, lambda rows, weights, p: product(rows, weights, offsets(), p, None))
 
         def run(dy: Tensor, weight: Tensor, preactivation: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-            grad, x, _ = readable(matrix(dy), weight[None], matrix(preactivation))
+            grad, x, _ = readable(as_matrix(dy), weight[None], as_matrix(preactivation))
             return as_rows_of(dy, grad) if x is None else (as_rows_of(dy, grad), as_rows_of(dy, x))
 
         return run
@@ -157,21 +147,21 @@ class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", directi
     def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, offsets: Tensor | None) -> Run:
         fc, accumulates = self.wgrad.op, isinstance(self.wgrad, LinearWgradIntoMainGrad)
         dtype = torch.float32 if accumulates else ctx.dtype("wgrad.weight")
-        rows, inputs = matrix(dy), matrix(x)
-        guard_gradient(rows)
-        guard_matrix("x", inputs)
+        rows, inputs = as_matrix(dy), as_matrix(x)
+        guards.gradient(rows)
+        guards.matrix("x", inputs)
         ends = _counted_in(dy, offsets)
         product = products.bind_grouped_wgrad(rows, inputs, ends(offsets), dtype, accumulates, ctx.options)
 
         def run(rows: Tensor, inputs: Tensor, offsets: Tensor | None) -> Tensor | None:
             if not accumulates:
                 return product(rows, inputs, ends(offsets), None)[0]
-            main_grad = guard_main_grad(main_grad_of(fc))  # may be a different tensor in each call
+            main_grad = guards.main_grad(main_grad_of(fc))  # may be a different tensor in each call
             product(rows, inputs, ends(offsets), main_grad[None])
             return grad_instead(fc)
 
-        readable = on_readable(rows, run)
-        return lambda dy, x, offsets: readable(matrix(dy), matrix(x), offsets)
+        readable = guards.on_readable(rows, run)
+        return lambda dy, x, offsets: readable(as_matrix(dy), as_matrix(x), offsets)
 
 
 class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backward"):
@@ -184,11 +174,11 @@ class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backwar
         return Step(needs=("grad_output", "bias_grad.offsets"), gives=("bias_grad.grad_bias",), launches=2)
 
     def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor | None) -> Run:
-        rows = matrix(dy)
-        guard_gradient(rows)
+        rows = as_matrix(dy)
+        guards.gradient(rows)
         ends = _counted_in(dy, offsets)
-        sums = on_readable(rows, products.bind_column_sums(rows, ends(offsets), ctx.dtype("bias_grad.bias")))
-        return lambda dy, offsets: sums(matrix(dy), ends(offsets))[0]
+        sums = guards.on_readable(rows, products.bind_column_sums(rows, ends(offsets), ctx.dtype("bias_grad.bias")))
+        return lambda dy, offsets: sums(as_matrix(dy), ends(offsets))[0]
 
 
 def _check_layer(ctx: PlanContext, fc: Op, *operands: str) -> None:
@@ -214,7 +204,7 @@ def _counted_in(dy: Tensor, offsets: Tensor | None) -> Callable[[Tensor | None],
     all rows if the chain has no splits.
     """
     if offsets is None:
-        of_all_rows = _all_of(matrix(dy))
+        of_all_rows = _all_of(as_matrix(dy))
         return lambda _: of_all_rows()
     require(dy.dim() == 2, "the chain has splits, and rows with %d dimensions, not 2", dy.dim())
     return _last

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import guard_main_grad
+from fusedmoe.builtin_rules import guards
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
@@ -33,7 +33,7 @@ class _IntoMainGrad:
         """Return ``main_grad``, which may be a different tensor in each call. Decline one that the kernel cannot add
         to. A step calls this before its first launch.
         """
-        return guard_main_grad(self._wgrad.main_grad())
+        return guards.main_grad(self._wgrad.main_grad())
 
     def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
         """Return the gradient for autograd."""

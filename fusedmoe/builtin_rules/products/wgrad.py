@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
     BY_EXPERT,
     MULTIPLIES_ROWS,
@@ -20,16 +21,7 @@ from fusedmoe.builtin_rules.products.fp8 import (
     on_readable_scales,
 )
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows, weight_gradient
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    ThroughIndex,
-    check_common,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    is_readable,
-    on_readable,
-)
+from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import scaled_wgrad
 from fusedmoe.kernels.sm90.scaled_products import has_strides
@@ -66,13 +58,13 @@ class GroupedWgrad(OnSm90, FusionRule, name="sm90.grouped_wgrad", direction="bac
 
     def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
         gathered = _GATHERED[self.gathers]
-        guard_gradient(dy)
-        guard_index(dy if gathered == "grad_output" else x, index)
-        guard_matrix("x", x)
+        guards.gradient(dy)
+        guards.index(dy if gathered == "grad_output" else x, index)
+        guards.matrix("x", x)
         # a copy of dy would be the launch before the product, which must wait for it
-        beside, dtype = ctx.beside_sms > 0 and is_readable(dy), ctx.dtype("wgrad.weight")
+        beside, dtype = ctx.beside_sms > 0 and guards.is_readable(dy), ctx.dtype("wgrad.weight")
         product = of_rows(self.wgrad, dtype, ctx.options, gathered, beside, dy, x, offsets, *index)
-        return on_readable(dy, lambda *operands: product(product.main_grad(), *operands))
+        return guards.on_readable(dy, lambda *operands: product(product.main_grad(), *operands))
 
 
 class GatheredWgradX(ThroughIndex, GroupedWgrad, name="sm90.gathered_wgrad_x", direction="backward"):

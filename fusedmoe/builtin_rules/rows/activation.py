@@ -9,16 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from fusedmoe.builtin_rules.requirements import (
-    activation_of,
-    as_rows_of,
-    check_common,
-    decline,
-    guard_gradient,
-    guard_matrix,
-    matrix,
-    on_readable,
-)
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
+from fusedmoe.builtin_rules.requirements import activation_of, check_common, decline
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
@@ -50,12 +43,12 @@ class ActivationRule(FusionRule, name="activation", direction="forward"):
 
     def bind(self, ctx: PlanContext, x: Tensor, factor: Tensor | None) -> Run:
         _guard(x, factor)
-        rows, scale = matrix(x), _contiguous(factor)
-        guard_matrix("x", rows)
+        rows, scale = as_matrix(x), _contiguous(factor)
+        guards.matrix("x", rows)
         run = products.bind_activation(rows, scale, activation_of(self.act))
         if x.dim() == 2 and scale is factor:
             return run
-        return lambda x, factor: as_rows_of(x, run(matrix(x), _contiguous(factor)))
+        return lambda x, factor: as_rows_of(x, run(as_matrix(x), _contiguous(factor)))
 
 
 class DActivationRule(FusionRule, name="dactivation", direction="backward"):
@@ -82,22 +75,22 @@ class DActivationRule(FusionRule, name="dactivation", direction="backward"):
         return Step(needs=needs, gives=tuple(gives), keeps=(f"{last}.output",))
 
     def bind(self, ctx: PlanContext, dy: Tensor, x: Tensor, factor: Tensor | None) -> Run:
-        guard_gradient(dy)
+        guards.gradient(dy)
         _guard(x, factor)
-        rows, grads = matrix(x), matrix(dy)
-        guard_matrix("the preactivation", rows)
+        rows, grads = as_matrix(x), as_matrix(dy)
+        guards.matrix("the preactivation", rows)
         activation, of_scale = activation_of(self.dact.op), self.scale_grad is not None
         product = products.bind_activation_backward(
             grads, rows, _contiguous(factor), activation, of_scale, bool(ctx.keep)
         )
 
         def run(grads: Tensor, x: Tensor, factor: Tensor | None) -> tuple[Tensor | None, ...]:
-            dx, dfactor, y = product(grads, matrix(x), _contiguous(factor))
+            dx, dfactor, y = product(grads, as_matrix(x), _contiguous(factor))
             given = (as_rows_of(x, dx), dfactor) if of_scale else (as_rows_of(x, dx),)
             return given if y is None else (*given, as_rows_of(x, y))
 
-        readable = on_readable(grads, run)
-        return lambda dy, x, factor: readable(matrix(dy), x, factor)
+        readable = guards.on_readable(grads, run)
+        return lambda dy, x, factor: readable(as_matrix(dy), x, factor)
 
 
 def _check(ctx: PlanContext, op: Op, *rows: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import check_common, guard_gradient, on_readable
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.ops.grouped_linear import BiasGrad
@@ -26,5 +27,5 @@ class ColumnSums(FusionRule, name="column_sums", direction="backward"):
         return Step(needs=("grad_output", "offsets"), gives=("bias_grad.grad_bias",), launches=2)
 
     def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor) -> Run:
-        guard_gradient(dy)
-        return on_readable(dy, products.bind_column_sums(dy, offsets, ctx.dtype("bias_grad.bias")))
+        guards.gradient(dy)
+        return guards.on_readable(dy, products.bind_column_sums(dy, offsets, ctx.dtype("bias_grad.bias")))

@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import (
-    SHORTEST_US,
-    SM_BYTES_PER_US,
-    decline,
-    guard_gradient,
-    guard_matrix,
-    is_readable,
-    on_readable,
-)
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import SHORTEST_US, SM_BYTES_PER_US, decline
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
@@ -41,7 +34,7 @@ def require_row_dtype(combine: Combine) -> None:
 def _guard_token_gradient(dy: Tensor, slot_of_row: Tensor) -> None:
     if not slot_of_row.numel():  # also with tokens, if each has no expert
         raise NothingToDo("no rows")
-    guard_gradient(dy)
+    guards.gradient(dy)
 
 
 def _require_contiguous(*routing: Tensor | None) -> None:
@@ -59,8 +52,8 @@ def sum_us(ctx: PlanContext, row_of_slot: str, *values: str) -> float:
 
 def bind_sum(rows: Tensor, row_of_slot: Tensor, addend: Tensor | None, beside_sms: int) -> Run:
     """Bind a sum over slots without a scale; beside the next step, unless the rows are a copy of this call."""
-    sms = beside_sms if is_readable(rows) else 0  # the memory of a copy is free when the call returns
-    return on_readable(rows, products.bind_sum_slots(rows, row_of_slot, None, addend, sms))
+    sms = beside_sms if guards.is_readable(rows) else 0  # the memory of a copy is free when the call returns
+    return guards.on_readable(rows, products.bind_sum_slots(rows, row_of_slot, None, addend, sms))
 
 
 class DispatchRule(FusionRule, name="dispatch", direction="forward"):
@@ -95,7 +88,7 @@ class DispatchRule(FusionRule, name="dispatch", direction="forward"):
         route = products.bind_route(index, weight, experts, num_rows=rows)
         if not ctx.keep:
             return lambda x, index, weight, local_rows=None: route(index, weight)
-        guard_matrix("x", x)
+        guards.matrix("x", x)
         gather = products.bind_gather_rows(x, index, None, rows)
 
         def run(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -122,7 +115,7 @@ class CombineRule(FusionRule, name="combine", direction="forward"):
     def bind(self, ctx: PlanContext, rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
         if not row_of_slot.numel():
             raise NothingToDo("no rows")
-        guard_matrix("x", rows)
+        guards.matrix("x", rows)
         _require_contiguous(row_of_slot, weight)
         return products.bind_sum_slots(rows, row_of_slot, weight)
 
@@ -145,7 +138,7 @@ class DCombineRule(FusionRule, name="dcombine", direction="backward"):
     ) -> Run:
         _guard_token_gradient(dy, slot_of_row)
         _require_contiguous(row_of_slot, slot_of_row, weight)
-        return on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
+        return guards.on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
 
 
 class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="backward"):
@@ -163,10 +156,10 @@ class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="b
 
     def bind(self, ctx: PlanContext, dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
         _guard_token_gradient(dy, slot_of_row)
-        guard_matrix("x", rows)
+        guards.matrix("x", rows)
         _require_contiguous(row_of_slot, slot_of_row)
         dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
-        return on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
+        return guards.on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
 
 
 class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
@@ -182,7 +175,7 @@ class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
         )  # fmt: skip
 
     def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
-        guard_gradient(grad)
+        guards.gradient(grad)
         _require_contiguous(row_of_slot)
         return bind_sum(grad, row_of_slot, None, ctx.beside_sms)
 
@@ -198,6 +191,6 @@ class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction=
         return Step(needs=needs, gives=("weight_grad.grad_expert_weight",), zeroes_tail=True)
 
     def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
-        guard_gradient(grad)
+        guards.gradient(grad)
         _require_contiguous(row_of_slot)
-        return on_readable(grad, products.bind_slot_values(grad, row_of_slot))
+        return guards.on_readable(grad, products.bind_slot_values(grad, row_of_slot))

@@ -14,17 +14,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.guards import as_matrix
 from fusedmoe.builtin_rules.products.fp8 import ROWS, WEIGHTS, Block, check_blocks, fp8_of
-from fusedmoe.builtin_rules.requirements import (
-    OnSm90,
-    ThroughIndex,
-    decline,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    matrix,
-    on_readable,
-)
+from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, decline
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP
 from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
@@ -118,9 +111,9 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
     def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
         if not x.numel():
             raise NothingToDo("no rows")
-        flat = matrix(x)
-        guard_matrix("x", flat)
-        guard_index(flat, index)
+        flat = as_matrix(x)
+        guards.matrix("x", flat)
+        guards.index(flat, index)
         rows, columns = (f"output:{form}" in ctx.keep for form in ("rows", "columns"))
         run = _bind_rows(self.quantize, flat, offsets, index, rows, columns, ctx.training)
         return _tensors(run if flat is x else _flat(run))
@@ -155,11 +148,11 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
         return Step(needs=needs, gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
-        guard_gradient(dy)
-        guard_index(dy, index)
-        flat = matrix(dy)
+        guards.gradient(dy)
+        guards.index(dy, index)
+        flat = as_matrix(dy)
         rows, columns = (f"grad_input:{form}" in ctx.keep for form in ("rows", "columns"))
-        run = on_readable(flat, _bind_rows(self.quantize, flat, offsets, index, rows, columns, True))
+        run = guards.on_readable(flat, _bind_rows(self.quantize, flat, offsets, index, rows, columns, True))
         return _tensors(run if flat is dy else _flat(run))
 
 
@@ -191,8 +184,8 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
         return Step(needs=needs, gives=("quantize.columns",), zeroes_tail=True, gather_cost=self.gather_cost)
 
     def bind(self, ctx: PlanContext, source: Tensor, offsets: Tensor | None, index: Tensor) -> Run:
-        guard_index(source, (index,))
-        guard_matrix("x", source)
+        guards.index(source, (index,))
+        guards.matrix("x", source)
         op, training = self.quantize.op, ctx.training
         return _tensors(_bind_rows(op, source, offsets, (index,), rows=False, columns=True, training=training))
 
@@ -214,7 +207,7 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
     def bind(self, ctx: PlanContext, weight: Tensor) -> Run:
         if not weight.numel():
             raise NothingToDo("an empty weight")
-        guard_matrix("the weight", weight, transposed=True)
+        guards.matrix("the weight", weight, transposed=True)
         cached, training = self.quantize.run, ctx.training
         format = cached.quantizer.format
         axes = tuple(-1 if name.endswith(":rows") else -2 for name in ctx.keep)

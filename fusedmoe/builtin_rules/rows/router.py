@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm90, decline, guard_gradient, guard_matrix
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import OnSm90, decline
 from fusedmoe.builtin_rules.rows.dispatch import bind_sum, sum_us
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits
@@ -47,8 +48,8 @@ def _choice(router: Router, corrected: bool) -> Choice:
 def _guard(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> None:
     if not x.shape[0]:
         raise NothingToDo("no tokens")
-    guard_matrix("x", x)
-    guard_matrix("the router's weight", weight)
+    guards.matrix("x", x)
+    guards.matrix("the router's weight", weight)
     require(all(t is None or t.is_contiguous() for t in vectors), "a bias of the router is not contiguous")
 
 
@@ -238,15 +239,15 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
         like = logits_TE.new_empty(tokens, len(blocks) * router_functions.padded(experts), dtype=torch.bfloat16)
         wgrad = dgrad = total = None
         if x is not None:
-            guard_matrix("x", x)
+            guards.matrix("x", x)
             wgrad = router_functions.bind_router_wgrad(like, x, experts, groups, dtype, options)
         if weight is not None:
-            guard_matrix("the router's weight", weight)
+            guards.matrix("the router's weight", weight)
             dgrad = router_functions.bind_router_dgrad(like, weight, options)
         if self.ddispatch is not None:
             assert dy is not None
             assert row_of_slot is not None
-            guard_gradient(dy)
+            guards.gradient(dy)
             addend = None if weight is None else like.new_empty(tokens, router.hidden)
             total = bind_sum(dy, row_of_slot, addend, ctx.beside_sms)
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import check_bf16
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_activation,
-    check_layer,
-    check_packed,
     check_quantizer,
     guard_rows,
     packed_factor,
@@ -46,14 +43,14 @@ class PackedDgradActivationQuantize(
     dscale: DScale | None
     dact: DSwiGLU | DSquaredReLU
     quantize: QuantizeGrad
+    operands = ("grad_output", "dgrad.weight")
 
     def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "grad_output", "dgrad.weight")
+        super().supports(ctx)
         check_quantizer(self.quantize.quantizes, ctx, "grad_output")
 
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "packed", "grad_output", "dgrad.weight", "dact.input")
+        self.check(ctx, self.dgrad.op, "dact.input")
         check_activation(self.dact.op)
         unquantized = ctx.is_read_outside("quantize.grad_output")
         require(not unquantized, "the gradient of the preactivation is read unquantized too: the epilogue writes codes")

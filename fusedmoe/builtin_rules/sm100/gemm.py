@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import check_bf16, guard_bias
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
-    check_layer,
-    check_packed,
     guard_rows,
     is_halved,
 )
@@ -31,13 +29,10 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
     """
 
     fc: GroupedLinear
-
-    def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "input", "fc.weight")
+    operands = ("input", "fc.weight")
 
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "packed", "input", "fc.weight")
+        self.check(ctx, self.fc, bias="fc.bias")
         halves = is_halved(ctx, "fc.weight:packed")
         needs = ("input:packed", "fc.weight:packed", "fc.bias", "padded_offsets", "place_of_row")
         moved = (2 + 2 * halves) * _bytes(ctx, "output")
@@ -47,7 +42,7 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
         halves, products = is_halved(ctx, "fc.weight:packed"), products_of(ctx, "input")
         (codes, *_), (codes_ENK, *_), (bias, *_) = products.split(tensors)
         guard_rows(codes.shape[0], ctx.spec("input").shape[1], codes_ENK.shape[1])
-        guard_bias(bias)
+        guards.bias(bias)
 
         def run(*tensors: Tensor | None) -> Tensor:
             x, weight, (bias, ends, place_of_row) = products.split(tensors)
@@ -63,13 +58,10 @@ class PackedDgrad(OfPacked, FusionRule, name="sm100.grouped_dgrad", direction="b
     """``dx[r] = dy[r] @ weight[e]`` of codes and scales, in bf16. Two more launches remove the padding rows."""
 
     dgrad: Dgrad
-
-    def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "grad_output", "dgrad.weight")
+    operands = ("grad_output", "dgrad.weight")
 
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "packed", "grad_output", "dgrad.weight")
+        self.check(ctx, self.dgrad.op)
         needs = ("grad_output:packed", "dgrad.weight:packed_columns", "padded_offsets", "place_of_row")
         moved = 2 * _bytes(ctx, "grad_input")
         return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, launches=3, extra_bytes=moved)

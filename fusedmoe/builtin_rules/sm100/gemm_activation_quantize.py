@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import check_bf16, guard_bias
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
     check_activation,
-    check_layer,
-    check_packed,
     check_quantizer,
     guard_rows,
     ones_of_rows,
@@ -45,14 +43,14 @@ class PackedGemmActivationQuantize(
     act: SwiGLU | SquaredReLU
     scale: Scale | None
     quantize: Quantize
+    operands = ("input", "fc.weight")
 
     def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "input", "fc.weight")
+        super().supports(ctx)
         check_quantizer(self.quantize.quantizer, ctx, "input")
 
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "packed", "input", "fc.weight")
+        self.check(ctx, self.fc, bias="fc.bias")
         activation = check_activation(self.act)
         if activation.gated:
             require(self.fc.out_features % 256 == 0, "half of out_features, %d, is not a multiple of 128",
@@ -74,7 +72,7 @@ class PackedGemmActivationQuantize(
         (codes, *_), (codes_ENK, *_), (bias, ends, *_) = products.split(tensors)
         features = codes_ENK.shape[1]
         guard_rows(codes.shape[0], self.fc.in_features, features)
-        guard_bias(bias)
+        guards.bias(bias)
         width = features // (2 if activation.gated else 1)
         product = products.bind_activation(codes, width, ends, quantizer, axes, activation)
 

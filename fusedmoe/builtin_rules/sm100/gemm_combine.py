@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmoe.builtin_rules.requirements import check_bf16, decline, guard_bias
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import decline
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.builtin_rules.sm100.packed import (
     OfPacked,
-    check_layer,
-    check_packed,
     guard_rows,
     packed_factor,
 )
@@ -42,14 +41,11 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
 
     fc: GroupedLinear
     combine: Combine
+    operands = ("input", "fc.weight")
     first_reads_codes: ClassVar[bool] = True
 
-    def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "input", "fc.weight")
-
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.fc, bias="fc.bias")
-        check_bf16(ctx, "packed", "input", "fc.weight")
+        self.check(ctx, self.fc, bias="fc.bias")
         require_row_dtype(self.combine)
         rows = ctx.spec("combine.input")
         decline(limits.why_not_width("features", rows.shape[-1]))
@@ -67,7 +63,7 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
         products = products_of(ctx, "input")
         (codes, *_), (codes_ENK, *_), (bias, _, _, row_of_slot, *weights) = products.split(tensors)
         guard_rows(codes.shape[0], self.fc.in_features, codes_ENK.shape[1])
-        guard_bias(bias)
+        guards.bias(bias)
         total = _bind_total(codes, codes_ENK, row_of_slot, *weights)
 
         def run(*tensors: Tensor | None) -> Tensor:
@@ -86,14 +82,11 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
     dgrad: Dgrad
     weight_grad: DispatchWeightGrad | None
     ddispatch: DDispatch
+    operands = ("grad_output", "dgrad.weight")
     first_reads_codes: ClassVar[bool] = True
 
-    def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, "grad_output", "dgrad.weight")
-
     def offer(self, ctx: PlanContext) -> Step:
-        check_layer(ctx, self.dgrad.op)
-        check_bf16(ctx, "packed", "grad_output", "dgrad.weight")
+        self.check(ctx, self.dgrad.op)
         rows = ctx.spec("ddispatch.grad_output")
         decline(limits.why_not_width("features", rows.shape[-1]))
         require(not ctx.is_read_outside("ddispatch.grad_output"), "the gradients of rows are read in order too")

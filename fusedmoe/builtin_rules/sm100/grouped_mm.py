@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of, require_plain
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
@@ -77,8 +78,8 @@ def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
     """
     if not rows.shape[0]:
         raise NothingToDo("no rows")
-    require_plain("the rows", rows)
-    require_plain("the weight", matrices)
+    guards.plain("the rows", rows)
+    guards.plain("the weight", matrices)
     like = rows.new_empty(rows.shape[0], matrices.shape[2])
     zero_tail = products.bind_zero_tail(like, offsets)
     return lambda rows, matrices, offsets: zero_tail(

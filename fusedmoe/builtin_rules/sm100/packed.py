@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, name_of
+from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, check_bf16, name_of
 from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.packed import can_pack
@@ -31,10 +31,20 @@ MOST_ELEMENTS = 2**31
 
 
 class OfPacked(OnSm100):
-    """Base of a rule that multiplies codes in the packed layout. It precedes `FusionRule` in the bases."""
+    """Base of a rule whose ``operands`` are codes in the packed layout. It precedes `FusionRule` in the bases."""
 
     quantized_only: ClassVar[bool] = True
     multiplies_codes: ClassVar[bool] = True
+    operands: ClassVar[tuple[str, str]]
+
+    def supports(self, ctx: PlanContext) -> None:
+        """Decline operands that have no packed form."""
+        check_packed(ctx, *self.operands)
+
+    def check(self, ctx: PlanContext, fc: Op, *others: str, bias: str = "") -> None:
+        """Decline a layer that the kernels do not have, and operands or other values that are not bf16."""
+        check_layer(ctx, fc, bias=bias)
+        check_bf16(ctx, "packed", *self.operands, *others)
 
 
 def check_packed(ctx: PlanContext, *operands: str) -> None:

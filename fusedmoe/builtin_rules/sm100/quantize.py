@@ -11,15 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.requirements import (
-    OnSm100,
-    ThroughIndex,
-    guard_gradient,
-    guard_index,
-    guard_matrix,
-    name_of,
-    on_readable,
-)
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.requirements import OnSm100, ThroughIndex, name_of
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
     LAUNCHES_TO_PACK_WEIGHT,
     bind_packed_forms,
@@ -56,8 +49,8 @@ class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forw
     def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
         if not x.numel():
             raise NothingToDo("no rows")
-        guard_matrix("x", x)
-        guard_index(x, index)
+        guards.matrix("x", x)
+        guards.index(x, index)
         return _bind_forms(ctx, self.quantize.quantizer, "output", x, offsets, *index)
 
 
@@ -73,9 +66,9 @@ class PackedQuantizeGradient(OnSm100, FusionRule, name="sm100.quantize_grad", di
         return _step(ctx, self.quantize.quantizes, "grad_output", "grad_input")
 
     def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor, *index: Tensor) -> Run:
-        guard_gradient(dy)
-        guard_index(dy, index)
-        return on_readable(dy, _bind_forms(ctx, self.quantize.quantizes, "grad_input", dy, offsets, *index))
+        guards.gradient(dy)
+        guards.index(dy, index)
+        return guards.on_readable(dy, _bind_forms(ctx, self.quantize.quantizes, "grad_input", dy, offsets, *index))
 
 
 class GatheredPackedQuantize(ThroughIndex, PackedQuantize, name="sm100.gathered_quantize", direction="forward"):
@@ -121,10 +114,10 @@ class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", di
         cached, training, halves = self.quantize.run, ctx.training, is_halved(ctx, "quantize.output:packed")
         axes = tuple(Packed(_AXES[name], halves) for name in ctx.keep)
         if cached.quantizer.format.element == E2M1:
-            guard_matrix("the weight", weight, transposed=True)
+            guards.matrix("the weight", weight, transposed=True)
             kernel: Run = bind_packed_weight_forms(weight, cached.quantizer, [form.axis for form in axes], halves)
         else:
-            guard_matrix("the weight", weight)
+            guards.matrix("the weight", weight)
             rows, columns = Packed(-1, halves) in axes, Packed(-2, halves) in axes
             kernel = quantize_functions.bind_quantize_packed_weight(weight, halves=halves, rows=rows, columns=columns)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.builtin_rules.requirements import check_bf16, guard_main_grad
-from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_layer, check_packed, guard_rows, is_halved
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, is_halved
 from fusedmoe.builtin_rules.sm100.products import NVFP4, products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, deinterleave
@@ -16,7 +16,6 @@ from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPERANDS = ("grad_output", "wgrad.input")
 DY = "grad_output:packed_columns"
 
 
@@ -28,14 +27,11 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
     """
 
     wgrad: Wgrad | WgradIntoMainGrad
-
-    def supports(self, ctx: PlanContext) -> None:
-        check_packed(ctx, *OPERANDS)
+    operands = ("grad_output", "wgrad.input")
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
-        check_layer(ctx, fc)
-        check_bf16(ctx, "packed", *OPERANDS)
+        self.check(ctx, fc)
         halves = is_halved(ctx, DY)
         extra = 2 * 2 * fc.num_groups * fc.in_features * fc.out_features if halves else 0
         return Step(
@@ -55,7 +51,7 @@ class PackedWgrad(OfPacked, FusionRule, name="sm100.grouped_wgrad", direction="b
             dy, x, (ends,) = products.split(tensors)
             main_grad = None
             if accumulating is not None:
-                main_grad = guard_main_grad(accumulating.main_grad())  # may be a different tensor in each call
+                main_grad = guards.main_grad(accumulating.main_grad())  # may be a different tensor in each call
             if main_grad is not None and not halves:
                 products.kernels.wgrad(dy, x, ends, main_grad, accumulate=True)
                 return accumulating.added()  # type: ignore[union-attr]
