@@ -17,25 +17,30 @@ _R = TypeVar("_R")
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def operands(rows: Tensor, weights: Tensor, biases: Tensor | None) -> None:
+def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Decline rows, a weight or a bias with strides that the kernels cannot read. Leave a call without rows to plain
     PyTorch.
     """
-    if not rows.shape[0]:
+    some_rows(x.shape[0])
+    matrix("x", x)
+    matrix("the weight", weight, transposed=True)
+    contiguous("the bias", bias)
+
+
+def some_rows(count: int) -> None:
+    """Leave a call without rows to plain PyTorch."""
+    if not count:
         raise NothingToDo("no rows")
-    matrix("x", rows)
-    matrix("the weight", weights, transposed=True)
-    bias(biases)
 
 
-def bias(biases: Tensor | None) -> None:
-    """Decline biases that the kernels cannot read."""
-    require(biases is None or biases.is_contiguous(), "the bias is not contiguous")
+def contiguous(what: str, *tensors: Tensor | None) -> None:
+    """Decline tensors that are not contiguous; None is."""
+    require(all(t is None or t.is_contiguous() for t in tensors), f"{what} is not contiguous")
 
 
 def main_grad(grad: Tensor) -> Tensor:
     """Decline a ``main_grad`` that the kernels cannot add to; return it."""
-    require(grad.is_contiguous(), "main_grad is not contiguous")
+    contiguous("main_grad", grad)
     decline(limits.why_not_address("main_grad", grad.data_ptr()))
     return grad
 
@@ -44,8 +49,7 @@ def gradient(grad: Tensor) -> None:
     """Decline a gradient that is a tensor subclass. Leave a call without rows to plain PyTorch. `on_readable` handles
     the strides.
     """
-    if not grad.shape[0]:
-        raise NothingToDo("no rows")
+    some_rows(grad.shape[0])
     plain("the gradient", grad)
 
 
@@ -65,9 +69,8 @@ def index(source: Tensor, indices: tuple[Tensor, ...]) -> None:
     without rows to plain PyTorch. ``indices`` is empty for rows in order.
     """
     for t in indices:
-        if not t.shape[0]:
-            raise NothingToDo("no rows")
-        require(t.is_contiguous(), "the index of the rows is not contiguous")
+        some_rows(t.shape[0])
+        contiguous("the index of the rows", t)
         decline(limits.why_not_gathered(source.stride(0)))
 
 

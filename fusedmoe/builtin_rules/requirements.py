@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from fusedmoe.ops.op import Op
     from fusedmoe.ops.scale import ScaleGrad
 
-SM_BYTES_PER_US = 80e3
-"""Of a sum over slots, per SM."""
-SHORTEST_US = 1500.0
-"""On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
 _KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
 
 

@@ -1,5 +1,7 @@
 """Steps that are bound: once for each kind of call, and anew for everything that a kernel may depend on."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import toy
@@ -26,23 +28,20 @@ def bound_gemm(log, declines=None, run_declines=None):
         def offer(self, ctx):
             return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
 
-        def build(self, ctx, keep):
-            def bind(x, weight, offsets):
-                log.append("bind")
-                if declines is not None:
-                    declines(x, weight)
-                kind = x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype
+        def bind(self, ctx, x, weight, offsets):
+            log.append("bind")
+            if declines is not None:
+                declines(x, weight)
+            kind = x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype
 
-                def run(x, weight, offsets):
-                    log.append("run")
-                    if run_declines is not None:
-                        run_declines(x)
-                    assert (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype) == kind
-                    return grouped_mm(x, weight, offsets)
+            def run(x, weight, offsets):
+                log.append("run")
+                if run_declines is not None:
+                    run_declines(x)
+                assert (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype) == kind
+                return grouped_mm(x, weight, offsets)
 
-                return run
-
-            return bind
+            return run
 
     return Gemm
 
@@ -174,7 +173,9 @@ def test_nothing_to_do_is_no_fallback(layer, caplog):
     assert not caplog.records
 
 
-def test_a_step_is_built_for_the_values_that_backward_reads():
+@pytest.mark.parametrize("builds", [False, True], ids=["bind", "build"])
+def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
+    """By `bind`, or by the result of `build`."""
     log = []
 
     class GemmGLU(FusionRule, name="toy.bound_glu", direction="forward"):
@@ -185,28 +186,32 @@ def test_a_step_is_built_for_the_values_that_backward_reads():
             needs = ("input", "fc.weight", "offsets")
             return Step(needs=needs, gives=("output",), keeps=("act.input",), zeroes_tail=True)
 
+        def bind(self, ctx, x, weight, offsets):
+            keep = ctx.keep
+            log.append(("bind", keep))
+
+            def run(x, weight, offsets):
+                h = grouped_mm(x, weight, offsets)
+                return (self.act.compute(h), *(h for _ in keep))
+
+            return run
+
+    class BuiltGemmGLU(GemmGLU, name="toy.built_glu", direction="forward"):
         def build(self, ctx, keep):
+            assert not ctx.keep
             log.append(("build", keep))
-
-            def bind(x, weight, offsets):
-                log.append("bind")
-
-                def run(x, weight, offsets):
-                    h = grouped_mm(x, weight, offsets)
-                    return (self.act.compute(h), *(h for _ in keep))
-
-                return run
-
-            return bind
+            return lambda *tensors: self.bind(replace(ctx, keep=keep), *tensors)
 
     chain, x = experts(), rows()
     expected = outcome(chain, x, **inputs())
-    with fm.register(GemmGLU):
+    with fm.register(BuiltGemmGLU if builds else GemmGLU):
         for _ in range(2):
             toy.assert_same(outcome(chain, x, **inputs()), expected)
         with torch.no_grad():
             chain(x, **inputs())
-    assert log == [("build", ("act.input",)), "bind", ("build", ()), "bind"]
+    kept = ("act.input",)
+    assert [entry for entry in log if entry[0] == "bind"] == [("bind", kept), ("bind", ())]
+    assert [entry for entry in log if entry[0] == "build"] == [("build", kept), ("build", ())] * builds
 
 
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
@@ -218,18 +223,15 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
         def offer(self, ctx):
             return Step(needs=("grad_output", "dgrad.weight", "offsets"), gives=("grad_input",))
 
-        def build(self, ctx, keep):
-            def bind(dy, weight, offsets):
-                log.append(dy.stride())
-                strides = dy.stride()
+        def bind(self, ctx, dy, weight, offsets):
+            log.append(dy.stride())
+            strides = dy.stride()
 
-                def run(dy, weight, offsets):
-                    assert dy.stride() == strides
-                    return grouped_mm_dgrad(dy.contiguous(), weight, offsets)
+            def run(dy, weight, offsets):
+                assert dy.stride() == strides
+                return grouped_mm_dgrad(dy.contiguous(), weight, offsets)
 
-                return run
-
-            return bind
+            return run
 
     layer, x = fm.Sequential(GroupedLinear(E, H, 16, dtype=torch.float64)), rows()
     grad = torch.randn(9, 16, dtype=torch.float64)

@@ -361,7 +361,7 @@ def test_a_call_without_rows():
 
 def test_a_bias_that_is_not_contiguous():
     bias = torch.zeros(E, H, dtype=BF16)
-    guards.bias(None)
-    guards.bias(bias)
+    guards.contiguous("the bias", None)
+    guards.contiguous("the bias", bias)
     with pytest.raises(Declined, match="the bias is not contiguous"):
-        guards.bias(bias.mT.contiguous().mT)
+        guards.contiguous("the bias", bias.mT.contiguous().mT)

@@ -116,11 +116,10 @@ class GemmActivationOfArrivingTokens(
         keeps_p = "act.input" in keep
         weight, bias = given[count:]
         guards.matrix("the weight", weight, transposed=True)
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
         like = (x.new_empty(s.shape, dtype=s.dtype) for s in gather.infer(x, *given[:count]))
         tokens, index, factor, *_ = like
-        if not index.numel():
-            raise NothingToDo("no rows")
+        guards.some_rows(index.numel())
         room, total = dispatch.rows(index), index.shape[0]
         rows = index.view(-1)[:room]  # like the tokens of rows
         route = products.bind_route(index, factor, experts, num_rows=room)
@@ -187,7 +186,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
     ) -> Run:  # fmt: skip
         back, expert_parallel, options, keep = self.back, self.back.expert_parallel, ctx.options, ctx.keep
         guards.operands(x, weight, bias)
-        require(row_of_slot.is_contiguous() and token_of_row.is_contiguous(), "a routing index is not contiguous")
+        guards.contiguous("a routing index", row_of_slot, token_of_row)
         (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
         row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
@@ -264,9 +263,8 @@ class DgradActivationOfArrivingGradients(
         dtype, scale_grad = ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel
         tokens = gathered_index.shape[0]
-        if not token_of_row.shape[0]:
-            raise NothingToDo("no rows")
-        require(token_of_row.is_contiguous(), "a routing index is not contiguous")
+        guards.some_rows(token_of_row.shape[0])
+        guards.contiguous("a routing index", token_of_row)
         guards.matrix("the preactivation", preactivation)
         guards.matrix("the weight", weight, transposed=True)
         like = dy.new_empty(tokens, dy.shape[1])
@@ -354,7 +352,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         guards.index(x, (index,))
         guards.matrix("x", x)
         guards.matrix("the weight", weight, transposed=True)
-        require(row_of_slot.is_contiguous(), "a routing index is not contiguous")
+        guards.contiguous("a routing index", row_of_slot)
         dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
         rows = dy.new_empty(dy.shape[0], weight.shape[2])
         returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])

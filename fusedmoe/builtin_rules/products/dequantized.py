@@ -127,8 +127,7 @@ def _bind_values(operand: _Operand, format: Format, transposed: bool = False) ->
 
 def guard_codes(codes: Tensor, format: Format) -> None:
     """Decline codes whose lines do not begin at multiples of 16 codes. Leave a call without rows to plain PyTorch."""
-    if not codes.numel():
-        raise NothingToDo("no rows")
+    guards.some_rows(codes.numel())
     unit = 8 if format.element == E2M1 else 16  # bytes
     *matrices, pitch, last = codes.stride()
     dense = not matrices or matrices[0] == pitch * codes.shape[-2]
@@ -140,7 +139,7 @@ def _bind_rows_times(pair: _Pair, ctx: PlanContext, tensors: tuple[Tensor | None
     """Return a function of rows, weights, bias and offsets: the product of rows and weights."""
     rows, weight, (bias, _) = pair.split(tensors)
     (of_rows, rows_like), (of_weight, weight_like) = _bind_values(rows, pair.a), _bind_values(weight, pair.b)
-    guards.bias(bias)
+    guards.contiguous("the bias", bias)
     factor_like = rows_like.new_empty(rows_like.shape[0], dtype=torch.float32) if pair.scaled else None
     fused_bias = None if pair.scaled else bias  # the factors are of the product, not of the bias
     product = products.bind_grouped_gemm(rows_like, weight_like, fused_bias, factor_like, ctx.options)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
-from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, Run, require
+from fusedmoe.fusion.language.rule import PlanContext, Run, require
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
@@ -80,8 +81,7 @@ def fp8_of(format: Format) -> Fp8:
 
 def guard_codes(*codes: Tensor) -> None:
     """Decline codes that TMA cannot read. Leave a call without rows to plain PyTorch."""
-    if not codes[0].shape[0]:
-        raise NothingToDo("no rows")
+    guards.some_rows(codes[0].shape[0])
     for t in codes:
         require(are_readable(t), "codes have strides %s: expected rows of a multiple of 16 bytes", tuple(t.stride()))
 

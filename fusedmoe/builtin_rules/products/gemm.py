@@ -67,7 +67,7 @@ class Fp8GroupedGemm(OnFp8, _Gemm, name="sm90.fp8_grouped_gemm", direction="forw
         offsets: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
         run = scaled_products.bind_block_scaled_gemm(
             x, weight, bias, factor, ctx.options, by_expert=by_expert(ctx, "input")
         )

@@ -138,7 +138,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         offsets: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
         quantizer = self._quantizer
         delayed = quantizer is not None and quantizer.delayed is not None
         quantized: Fp8 | Fp8ByExpert | None = None

@@ -19,13 +19,7 @@ from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, 
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
-from fusedmoe.ops.grouped_linear import (
-    Linear,
-    LinearBiasGrad,
-    LinearDgrad,
-    LinearWgrad,
-    LinearWgradIntoMainGrad,
-)
+from fusedmoe.ops.grouped_linear import Linear, LinearBiasGrad, LinearDgrad, LinearWgrad, LinearWgradIntoMainGrad
 from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 from fusedmoe.ops.state.main_grad import grad_instead, main_grad_of
 

@@ -22,7 +22,7 @@ from fusedmoe.builtin_rules.products.fp8 import (
 )
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows, weight_gradient
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
-from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import scaled_wgrad
 from fusedmoe.kernels.sm90.scaled_products import has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
@@ -96,8 +96,7 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
 
     def bind(self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
         rows = dy.shape[1]  # with padding
-        if not rows:
-            raise NothingToDo("no rows")
+        guards.some_rows(rows)
         # copies would be the launches before the product, which must wait for them
         beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
 

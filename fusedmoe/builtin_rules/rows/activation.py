@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
 from fusedmoe.builtin_rules.requirements import activation_of, check_common, decline
-from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
@@ -115,8 +115,7 @@ def _guard(x: Tensor, factor: Tensor | None) -> None:
     """Leave a call without rows to plain PyTorch. Decline rows with another number of dimensions than those that the
     plan was made for, and too many of them.
     """
-    if not x.numel():
-        raise NothingToDo("no rows")
+    guards.some_rows(x.numel())
     require(x.dim() >= 2, "rows have %d dimensions, not 2", x.dim())
     require(factor is None or x.dim() == 2, "rows with a scale have %d dimensions, not 2", x.dim())
     require(x.numel() < MOST_ELEMENTS, "%d elements: expected fewer than 2^33", x.numel())

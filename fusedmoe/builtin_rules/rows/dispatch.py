@@ -8,14 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.requirements import SHORTEST_US, SM_BYTES_PER_US, decline
-from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.builtin_rules.requirements import decline
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+ROUTING = "a routing index or weight"
+SM_BYTES_PER_US = 80e3
+"""Of a sum over slots, per SM."""
+SHORTEST_US = 1500.0
+"""On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
 
 
 def _check_rows(ctx: PlanContext, rows: str) -> None:
@@ -32,13 +39,8 @@ def require_row_dtype(combine: Combine) -> None:
 
 
 def _guard_token_gradient(dy: Tensor, slot_of_row: Tensor) -> None:
-    if not slot_of_row.numel():  # also with tokens, if each has no expert
-        raise NothingToDo("no rows")
+    guards.some_rows(slot_of_row.numel())  # also with tokens, if each has no expert
     guards.gradient(dy)
-
-
-def _require_contiguous(*routing: Tensor | None) -> None:
-    require(all(t is None or t.is_contiguous() for t in routing), "a routing index or weight is not contiguous")
 
 
 def sum_us(ctx: PlanContext, row_of_slot: str, *values: str) -> float:
@@ -81,9 +83,8 @@ class DispatchRule(FusionRule, name="dispatch", direction="forward"):
     def bind(self, ctx: PlanContext, x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> Run:
         experts = self.dispatch.num_experts
         assert experts is not None
-        if not index.numel():
-            raise NothingToDo("no rows")
-        require(index.is_contiguous() and weight.is_contiguous(), "expert_index or expert_weight is not contiguous")
+        guards.some_rows(index.numel())
+        guards.contiguous("expert_index or expert_weight", index, weight)
         rows = self.dispatch.rows(index, local_rows)
         route = products.bind_route(index, weight, experts, num_rows=rows)
         if not ctx.keep:
@@ -113,10 +114,9 @@ class CombineRule(FusionRule, name="combine", direction="forward"):
         return Step(needs=needs, gives=("output",), zeroes_tail=True)
 
     def bind(self, ctx: PlanContext, rows: Tensor, row_of_slot: Tensor, weight: Tensor | None = None) -> Run:
-        if not row_of_slot.numel():
-            raise NothingToDo("no rows")
+        guards.some_rows(row_of_slot.numel())
         guards.matrix("x", rows)
-        _require_contiguous(row_of_slot, weight)
+        guards.contiguous(ROUTING, row_of_slot, weight)
         return products.bind_sum_slots(rows, row_of_slot, weight)
 
 
@@ -137,7 +137,7 @@ class DCombineRule(FusionRule, name="dcombine", direction="backward"):
         self, ctx: PlanContext, dy: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, weight: Tensor | None = None
     ) -> Run:
         _guard_token_gradient(dy, slot_of_row)
-        _require_contiguous(row_of_slot, slot_of_row, weight)
+        guards.contiguous(ROUTING, row_of_slot, slot_of_row, weight)
         return guards.on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
 
 
@@ -157,7 +157,7 @@ class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="b
     def bind(self, ctx: PlanContext, dy: Tensor, rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -> Run:
         _guard_token_gradient(dy, slot_of_row)
         guards.matrix("x", rows)
-        _require_contiguous(row_of_slot, slot_of_row)
+        guards.contiguous(ROUTING, row_of_slot, slot_of_row)
         dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
         return guards.on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
 
@@ -176,7 +176,7 @@ class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
 
     def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
         guards.gradient(grad)
-        _require_contiguous(row_of_slot)
+        guards.contiguous(ROUTING, row_of_slot)
         return bind_sum(grad, row_of_slot, None, ctx.beside_sms)
 
 
@@ -192,5 +192,5 @@ class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction=
 
     def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
         guards.gradient(grad)
-        _require_contiguous(row_of_slot)
+        guards.contiguous(ROUTING, row_of_slot)
         return guards.on_readable(grad, products.bind_slot_values(grad, row_of_slot))

@@ -109,8 +109,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
         return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True, launches=launches)
 
     def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor | None, *index: Tensor) -> Run:
-        if not x.numel():
-            raise NothingToDo("no rows")
+        guards.some_rows(x.numel())
         flat = as_matrix(x)
         guards.matrix("x", flat)
         guards.index(flat, index)

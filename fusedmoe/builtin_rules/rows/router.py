@@ -50,7 +50,7 @@ def _guard(x: Tensor, weight: Tensor, *vectors: Tensor | None) -> None:
         raise NothingToDo("no tokens")
     guards.matrix("x", x)
     guards.matrix("the router's weight", weight)
-    require(all(t is None or t.is_contiguous() for t in vectors), "a bias of the router is not contiguous")
+    guards.contiguous("a bias of the router", *vectors)
 
 
 class _Forward:
@@ -225,8 +225,7 @@ class RouterBackwardRule(OnSm90, FusionRule, name="sm90.router_backward", direct
         if not tokens:
             raise NothingToDo("no tokens")
         rows = row_of_slot if of_rows else None
-        for t in (logits_TE, index_TK, row_of_slot):
-            require(t is None or t.is_contiguous(), "a value of the router is not contiguous")
+        guards.contiguous("a value of the router", logits_TE, index_TK, row_of_slot)
         products = x is not None or weight is not None
         blocks = router_functions.blocks_for(dtype) if products else ()
         groups = 1

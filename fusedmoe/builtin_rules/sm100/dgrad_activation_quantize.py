@@ -9,13 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from fusedmoe.builtin_rules.sm100.packed import (
-    OfPacked,
-    check_activation,
-    check_quantizer,
-    guard_rows,
-    packed_factor,
-)
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_activation, check_quantizer, guard_rows, packed_factor
 from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.ops.glu import DSwiGLU

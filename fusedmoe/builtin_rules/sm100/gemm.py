@@ -8,11 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.sm100.packed import (
-    OfPacked,
-    guard_rows,
-    is_halved,
-)
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, is_halved
 from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import deinterleave, interleave
@@ -42,7 +38,7 @@ class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="for
         halves, products = is_halved(ctx, "fc.weight:packed"), products_of(ctx, "input")
         (codes, *_), (codes_ENK, *_), (bias, *_) = products.split(tensors)
         guard_rows(codes.shape[0], ctx.spec("input").shape[1], codes_ENK.shape[1])
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
 
         def run(*tensors: Tensor | None) -> Tensor:
             x, weight, (bias, ends, place_of_row) = products.split(tensors)

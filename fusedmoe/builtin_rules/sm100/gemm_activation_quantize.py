@@ -72,7 +72,7 @@ class PackedGemmActivationQuantize(
         (codes, *_), (codes_ENK, *_), (bias, ends, *_) = products.split(tensors)
         features = codes_ENK.shape[1]
         guard_rows(codes.shape[0], self.fc.in_features, features)
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
         width = features // (2 if activation.gated else 1)
         product = products.bind_activation(codes, width, ends, quantizer, axes, activation)
 

@@ -16,13 +16,9 @@ from torch import Tensor
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import decline
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
-from fusedmoe.builtin_rules.sm100.packed import (
-    OfPacked,
-    guard_rows,
-    packed_factor,
-)
+from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, packed_factor
 from fusedmoe.builtin_rules.sm100.products import products_of
-from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.ops.dispatch import Combine, DDispatch, DispatchWeightGrad
@@ -63,7 +59,7 @@ class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine",
         products = products_of(ctx, "input")
         (codes, *_), (codes_ENK, *_), (bias, _, _, row_of_slot, *weights) = products.split(tensors)
         guard_rows(codes.shape[0], self.fc.in_features, codes_ENK.shape[1])
-        guards.bias(bias)
+        guards.contiguous("the bias", bias)
         total = _bind_total(codes, codes_ENK, row_of_slot, *weights)
 
         def run(*tensors: Tensor | None) -> Tensor:
@@ -105,7 +101,7 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
         products = products_of(ctx, "grad_output")
         (codes, *_), (codes_ENK, *_), (_, _, row_of_slot, *grads) = products.split(tensors)
         guard_rows(codes.shape[0], self.dgrad.op.out_features, codes_ENK.shape[1])
-        require(all(grad.is_contiguous() for grad in grads), "the gradient of the row scales is not contiguous")
+        guards.contiguous("the gradient of the row scales", *grads)
         total = _bind_total(codes, codes_ENK, row_of_slot)
         of_slots = [functions.bind_slot_values(grad, row_of_slot) for grad in grads]
 
@@ -124,9 +120,8 @@ def _bind_total(codes: Tensor, codes_ENK: Tensor, row_of_slot: Tensor, *weights:
 
     The rows are those of a product of these codes. The last of them is zeros: slots without an expert read it.
     """
-    if not row_of_slot.numel():
-        raise NothingToDo("no rows")
-    require(row_of_slot.is_contiguous(), "row_of_slot is not contiguous")
+    guards.some_rows(row_of_slot.numel())
+    guards.contiguous("row_of_slot", row_of_slot)
     places, features = codes.shape[0], codes_ENK.shape[1]
     like = codes.new_empty(places + 1, features, dtype=torch.bfloat16)
     factor = codes.new_empty(places + 1, dtype=torch.float32) if weights else None

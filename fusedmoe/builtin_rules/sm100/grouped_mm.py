@@ -15,7 +15,7 @@ import torch
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of
-from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
@@ -76,8 +76,7 @@ def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
     """Return a function of rows (R, K), matrices (E, K, N) and offsets: the product, with zeros after the last expert's
     rows.
     """
-    if not rows.shape[0]:
-        raise NothingToDo("no rows")
+    guards.some_rows(rows.shape[0])
     guards.plain("the rows", rows)
     guards.plain("the weight", matrices)
     like = rows.new_empty(rows.shape[0], matrices.shape[2])

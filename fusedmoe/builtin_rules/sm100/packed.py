@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, check_bf16, name_of
-from fusedmoe.fusion.language.rule import NothingToDo, PlanContext, require
+from fusedmoe.fusion.language.rule import PlanContext, require
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.packed import can_pack
 
@@ -104,8 +105,7 @@ def is_halved(ctx: PlanContext, packed: str) -> bool:
 
 def guard_rows(rows: int, *features: int) -> None:
     """Leave a call without packed rows to plain PyTorch, and decline one with too many."""
-    if not rows:
-        raise NothingToDo("no rows")
+    guards.some_rows(rows)
     widest = max(features)
     require(rows * widest < MOST_ELEMENTS, "%d rows of %d features: expected fewer than 2^31 elements", rows, widest)
 

@@ -47,8 +47,7 @@ class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forw
         return _step(ctx, self.quantize.quantizer, "input", "output")
 
     def bind(self, ctx: PlanContext, x: Tensor, offsets: Tensor, *index: Tensor) -> Run:
-        if not x.numel():
-            raise NothingToDo("no rows")
+        guards.some_rows(x.numel())
         guards.matrix("x", x)
         guards.index(x, index)
         return _bind_forms(ctx, self.quantize.quantizer, "output", x, offsets, *index)
