@@ -43,10 +43,8 @@ class OnSm90:
     def installed(cls) -> None:
         """Decline on a machine that cannot compile the kernels."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
-        missing = _missing_packages()
-        require(not missing, "%s", missing)
-        unusable = toolkit.why_unusable()
-        require(unusable is None, "%s", unusable)
+        decline(_missing_packages())
+        decline(toolkit.why_unusable())
 
 
 class OnSm100:
@@ -65,8 +63,7 @@ class OnSm100:
         """Decline on a machine that cannot compile the kernels, or on which they were not verified."""
         require(sys.platform == "linux", "needs Linux, this is %s", sys.platform)
         reasons = package.why_missing(), _missing_packages(), toolkit.why_unusable(), package.why_unverified()
-        missing = "; ".join(filter(None, reasons))
-        require(not missing, "%s", missing)
+        decline("; ".join(filter(None, reasons)) or None)
 
 
 def _missing_packages() -> str | None:
@@ -86,7 +83,7 @@ def on(architecture: type[OnSm90 | OnSm100], *rules: type[FusionRule]) -> tuple[
 
 
 def decline(reason: str | None) -> None:
-    """Decline for the reason, if any, that a predicate of `fusedmoe.kernels.sm90.limits` returned."""
+    """Decline for a reason, such as one that a predicate of `fusedmoe.kernels.sm90.limits` returned; None is none."""
     if reason is not None:
         raise Declined(reason)
 
