@@ -25,7 +25,7 @@ class _Dgrad(FusionRule, name="grouped_dgrad", direction="backward"):
     """``dx[r] = dy[r] @ weight[e]``."""
 
     dgrad: Dgrad
-    check = staticmethod(check_common)
+    check = staticmethod(check_common)  # `OnFp8` has another
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op

@@ -28,7 +28,7 @@ class _Gemm(FusionRule, name="grouped_gemm", direction="forward"):
 
     fc: GroupedLinear
     scale: Scale | None
-    check = staticmethod(check_common)
+    check = staticmethod(check_common)  # `OnFp8` has another
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.fc

@@ -320,7 +320,7 @@ def _slots(cls: type[FusionRule], namespace: Mapping[str, object]) -> tuple[Slot
     except NameError as error:
         raise RuleError(f"rule {cls.name!r}: a slot's type is not known here: {error}") from error
     if not annotations and hasattr(cls, "slots"):
-        return cls.slots  # a subclass of a rule, with another offer or build
+        return cls.slots  # a subclass of a rule, with another offer or bind
     wanted = Op if cls.direction == "forward" else BackwardOp
     slots = []
     for name, annotation in annotations.items():
