@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.ops.op import TensorSpec
+    from fusedmoe.base.specs import TensorSpec
 
 _NOTHING = nullcontext()
 

@@ -7,14 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedmoe.base.errors import SPREAD_OVER_RANKS, InputError
 
 if TYPE_CHECKING:
     from typing import TypeAlias
-
-    from fusedmoe.ops.op import Node, Op
 
     Parameters: TypeAlias = Mapping[str, Tensor | None]
     """Parameters by label and name, ``"1.weight"``, for ops that have none of their own."""
@@ -69,7 +67,7 @@ def check_names(
             raise InputError(f"{who}: the runtime input {name!r} is missing, which {', '.join(ops)} takes")
 
 
-def check_parameters(takers: Mapping[str, tuple[Op, str]], given: Parameters) -> None:
+def check_parameters(takers: Mapping[str, tuple[nn.Module, str]], given: Parameters) -> None:
     """Raise unless each given parameter is taken by an op that has none of its own.
 
     ``takers`` has, for each parameter, its op and its name in the op.
@@ -93,9 +91,10 @@ def check_parameters(takers: Mapping[str, tuple[Op, str]], given: Parameters) ->
             )
 
 
-def check_rows(x: Tensor, first: Node) -> None:
-    """Raise if the rows ``x`` are a scalar, sparse or nested."""
-    who = f"{first.label}.{type(first.op).__name__}"
+def check_rows(x: Tensor, first: tuple[str, nn.Module]) -> None:
+    """Raise if the rows ``x`` are a scalar, sparse or nested; ``first`` has the op that gets them, after its label."""
+    label, op = first
+    who = f"{label}.{type(op).__name__}"
     check_dense(f"{who}: x", x)
     if not x.dim():
         raise InputError(f"{who}: x: expected rows, got a scalar")
@@ -122,7 +121,7 @@ def check_devices(
             raise InputError(f"{name}: expected on {rows.device}, where the rows are, got on {argument.device}{takes}")
 
 
-def why_sharded(parameters: Sequence[tuple[Op, str, str]], given: Sequence[Tensor | None]) -> str | None:
+def why_sharded(parameters: Sequence[tuple[Any, str, str]], given: Sequence[Tensor | None]) -> str | None:
     """Return the message for the first parameter of a router or a grouped op that is a DTensor; None if none is.
 
     ``parameters`` has, for each given parameter, its op, its name in the op, and its name in the chain.

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-
-def backward_pass() -> int:
-    """Return autograd's number of the current backward pass; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+backward_pass = torch._C._current_graph_task_id
+"""Returns autograd's number of the current backward pass; -1 outside of one."""
 
 
 def had_gradients() -> bool:

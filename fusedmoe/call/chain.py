@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._C import _get_tracing_state, _len_torch_dispatch_stack
+from torch._C import _get_tracing_state
 from torch._subclasses.fake_tensor import FakeTensor
 
-from fusedmoe.base import changes, target
+from fusedmoe.base import target
 from fusedmoe.base.autocast import autocast_dtype, cast_arguments, cast_specs, without_autocast
-from fusedmoe.base.environment import environment_state
 from fusedmoe.base.errors import InputError, inside_jit_trace
-from fusedmoe.base.estimating import counts_flops
 from fusedmoe.base.inputs import check_rows
-from fusedmoe.base.recompute import backward_pass, had_gradients
 from fusedmoe.call import settings
 from fusedmoe.call.autograd import run_call
 from fusedmoe.call.quantization import rewritten
 from fusedmoe.call.routing_weights import applied_late
+from fusedmoe.call.still_valid import LastCall, context_of_call
 from fusedmoe.fusion.graph.forward import Graph
 from fusedmoe.fusion.program.plan_table import (
     CallContext,
     Conditions,
-    LastCall,
     PlanTable,
     plan_chain,
     wanted_gradients,
@@ -36,13 +33,11 @@ from fusedmoe.fusion.search.estimate import estimated
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.numerics.recipes import BF16
 from fusedmoe.ops.op import Node
-from fusedmoe.ops.state.amax import looking
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
     from fusedmoe.base.inputs import Parameters
-    from fusedmoe.call.settings import Settings
     from fusedmoe.fusion.report.data import PlanData
     from fusedmoe.numerics.recipes import Recipe
     from fusedmoe.ops.op import SpecLike
@@ -104,7 +99,8 @@ class Chain:
         )
         self.name = ""
         self.table = PlanTable(self)
-        self._settings: dict[bool, Settings] = {}  # of the last calls with gradients (True) and without (False)
+        self._last: LastCall | None = None
+        self._settings = settings.OfCalls()
 
     def run(
         self,
@@ -120,15 +116,10 @@ class Chain:
         if _get_tracing_state() is not None:
             raise inside_jit_trace(f"{self.nodes[0].label}.{type(self.nodes[0].op).__name__}")
         arguments = self.arguments_of(x, named, parameters)
+        context = context_of_call(self._settings.of_call(), options)
         tensors = signature(arguments)
-        context = _context(self._settings_of_call(), options)
-        last = self.table.last
-        if (
-            last is not None
-            and tensors == last.tensors
-            and context == last.context
-            and not torch.is_autocast_enabled(last.device_type)
-        ):
+        last = self._last
+        if last is not None and last.serves(tensors, context):
             results = run_call(last.call, arguments)
         elif (dtype := autocast_dtype(x.device)) is None:
             results = self._run(arguments, tensors, CallContext(*context))
@@ -166,7 +157,7 @@ class Chain:
             return self._explain_for_target(x, arguments, options)
         if (dtype := autocast_dtype(x.device)) is not None:
             arguments = cast_arguments(arguments, dtype, self.casts)
-        context = CallContext(*_context(settings.current(), options))
+        context = CallContext(*context_of_call(settings.current(), options))
         plan = self.table.find(arguments, signature(arguments), context).plan
         return describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True)))
 
@@ -212,28 +203,6 @@ class Chain:
             own = [parameters.get(key) if t is None else t for t, (_, _, key) in zip(own, self.parameters, strict=True)]
         return [x, *[named[name] for name in self.inputs], *own]
 
-    def _settings_of_call(self) -> Settings:
-        """Return the settings of the call: the current ones, except when a backward pass recomputes a call.
-
-        A recomputation may run after the ``with`` block of the original call has ended. On a GPU it runs in another
-        thread, where that block is not in force. So it uses the settings of the original call, changed by the blocks
-        that the recomputed function itself opens. The original call is the last call of the chain with gradients, or
-        without gradients if the recomputed function first ran without them.
-        """
-        now, within = settings.current(), backward_pass()
-        grad = torch.is_grad_enabled()
-        if within == -1:
-            if not looking():
-                self._settings[grad] = now
-            return now
-        first_had_gradients = had_gradients()
-        before = self._settings.get(grad and first_had_gradients)
-        if before is not None:
-            now = replace(before, **now.within(within))
-            if grad and not first_had_gradients:  # also the original call of a checkpoint nested in this one
-                self._settings[True] = now
-        return now
-
     def _run(
         self,
         arguments: list[Tensor | None],
@@ -253,7 +222,7 @@ class Chain:
         if x.is_meta:
             estimated = context.counts_flops or call.plan.wanted
             return run_call(call, arguments) if estimated else call.plan.on_meta(arguments)
-        self.table.last = LastCall(call, tensors, context, x.device.type)
+        self._last = LastCall(call, tensors, context, x.device.type)
         return run_call(call, arguments, uncast)
 
     def rewritten(self, recipe: Recipe, specs: Sequence[SpecLike | None] | None = None) -> Graph:
@@ -282,16 +251,3 @@ class Chain:
                 f"{must} insert only ops that take values of the chain, got one that takes {', '.join(map(repr, more))}"
             )
         return graph
-
-
-def _context(now: Settings, options: KernelOptions) -> tuple[Any, ...]:
-    """Return the fields of a `CallContext`. A steady call only compares them: making one takes the host 0.3 us more."""
-    return (
-        now,
-        options,
-        changes.count,
-        environment_state(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-        _len_torch_dispatch_stack() > 0 and counts_flops(),
-    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from fusedmoe.call.partition import partition_of_call
-from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
+from fusedmoe.ops.op import caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.base.inputs import Parameters
+    from fusedmoe.ops.op import Runnable
 
 _T = TypeVar("_T")
 
@@ -41,11 +42,8 @@ def run(
         from fusedmoe.call.compile import export  # imported here since few programs need it
 
         return export.run(root, x, inputs, parameters, provides)
-    partition = partition_of_call(root, x, inputs, provides)
-    partition.check_inputs(x, inputs)
-    if parameters is not None:
-        partition.check_parameters(parameters)
-    y = partition.run(x, inputs, root._options, parameters)
+    options, partition = root._options, partition_of_call(root, x, inputs, parameters, provides)
+    y = partition.run(x, inputs, options, parameters)
     return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y
 
 
@@ -58,13 +56,11 @@ def run_untraced(function: Callable[..., _T], *args: Any) -> _T:
     return function(*args)
 
 
-@constant_in_graphs
-def _parts_for_compiler(root: Runnable, *around: Any) -> Any:
-    """Return the parts of a module for `fusedmoe.call.compile.tracing`. Dynamo guards on ``around``."""
+def parts_for_compiler(root: Runnable, *around: Any) -> Any:
+    """Return the parts of a module for `fusedmoe.call.compile.tracing`."""
     from fusedmoe.call.compile import tracing  # imported here since it imports Dynamo, which is loaded by now
 
     return tracing.parts_for_compiler(root, *around[-3:])
 
 
-Op._run = run
-Runnable._parts_for_compiler = _parts_for_compiler
+caller.register(run=run, parts_for_compiler=parts_for_compiler)

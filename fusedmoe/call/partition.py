@@ -10,53 +10,41 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
+from torch._C import _is_any_autocast_enabled
 
-from fusedmoe.base import changes
 from fusedmoe.base.autocast import casts_rows
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.inputs import check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.base.log import say_once
 from fusedmoe.call.chain import Chain
+from fusedmoe.call.placing import Member, placed
 from fusedmoe.call.sorted_rows import (
     Boundary,
     ModuleCall,
     accepts_splits,
     boundaries,
     call_module,
-    changes_rows,
     module_call,
     why_no_rows,
 )
+from fusedmoe.call.still_valid import ModulesOfPartition
 from fusedmoe.expert_parallel.shards import Averaged, check_ddp, owners
 from fusedmoe.fusion.graph.forward import Graph, first_takers_of_offsets
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.ops.dispatch import Combine, Dispatch
-from fusedmoe.ops.exchange.fixed import AgreeOnTokens
 from fusedmoe.ops.op import Node, Op, Runnable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from fusedmoe.base.inputs import Parameters
     from fusedmoe.kernels.options import KernelOptions
 
 logger = logging.getLogger("fusedmoe.layers.sequential")
-
-
-@dataclass(frozen=True)
-class Member:
-    """A module of a Sequential, after nested Sequentials were replaced by their modules."""
-
-    label: str
-    module: nn.Module
-    joins: bool  # whether it is part of a chain
 
 
 @dataclass(frozen=True)
@@ -146,29 +134,44 @@ def partition_for(
         Whether autocast changes the dtype of the call's rows; None if it is off.
     """
     state = root._of_process
-    partition: Partition | None = state.partition
-    if partition is None or not partition.holds(root):
-        partition = state.partition = Partition(root)
-        partition.name(state.place)
-        partition.warn_of_options()
+    partition = _of_most_calls(root)
     sorted_rows = partition.may_be_sorted and "splits" in given
     # the dtype of rows that a module returns is not known
     divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
     if sorted_rows or divided or (returned and not isinstance(root, Op)):
         kind = sorted_rows, divided, returned
-        partition = state.other_partitions.get(kind)
-        if partition is None or not partition.holds(root):
-            partition = state.other_partitions[kind] = Partition(root, *kind)
-            partition.name(state.place)
+        other: Partition | None = state.other_partitions.get(kind)
+        if other is None or not other.modules.hold(root):
+            other = state.other_partitions[kind] = Partition(root, *kind)
+            other.name(state.place)
+        return other
     return partition
 
 
-def partition_of_call(root: Runnable, x: object, given: Collection[str], returned: tuple[str, ...] = ()) -> Partition:
-    """Return the partition of a module for a call with these rows; the rest is as for `partition_for`."""
-    partition = partition_for(root, given, returned)
-    if not partition.mixed or not isinstance(x, Tensor):
-        return partition
-    return partition_for(root, given, returned, casts_rows(x))
+def _of_most_calls(root: Runnable) -> Partition:
+    state = root._of_process
+    partition: Partition | None = state.partition
+    if partition is None or not partition.modules.hold(root):
+        partition = state.partition = Partition(root)
+        partition.name(state.place)
+        partition.warn_of_options()
+    return partition
+
+
+def partition_of_call(
+    root: Runnable,
+    x: Tensor,
+    inputs: dict[str, Tensor],
+    parameters: Parameters | None = None,
+    returned: tuple[str, ...] = (),
+) -> Partition:
+    """Return the partition of a module for a call with these arguments, which are checked; see `partition_for`."""
+    casts = casts_rows(x) if _is_any_autocast_enabled() and isinstance(x, Tensor) else None
+    partition = partition_for(root, inputs, returned, casts)
+    partition.check_inputs(x, inputs)
+    if parameters is not None:
+        partition.check_parameters(parameters)
+    return partition
 
 
 class Partition:
@@ -189,8 +192,8 @@ class Partition:
     ----------
     parts : list
         `ChainPart` and `ModulePart`.
-    run : callable
-        Runs the parts on rows, values by name, options and parameters by name; returns the rows of the last part.
+    modules : ModulesOfPartition
+        The modules that it was made from. If they have changed, the partition does not hold.
     wanted : dict
         Each runtime input that the caller must give, with the ops that take it.
     provided : dict
@@ -210,14 +213,12 @@ class Partition:
     ) -> None:
         self._root_ref = ref(root)  # the module has its partition: a cycle would keep the weights of a deleted module
         self._returned = root.provides if isinstance(root, Op) else returned
-        self._children: list[tuple[Runnable | None, list[tuple[str, nn.Module | None]]]] = []
-        self._hooked: list[tuple[nn.Module, bool]] = []
-        self._any_global_hook = _has_any_global_hook()
         self._opened: list[tuple[str, Runnable]] = []
-        # the ops that other modules replace, each with the ops after it, and the attributes of its `Op.placed`
-        self._replaced: list[tuple[Op, list[Op], tuple[Hashable, ...]]] = []
-        self._changes = changes.count
-        members = self._placed([Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, ""))
+        self.modules = ModulesOfPartition()
+        own = [Member("op", root, joins=True)] if isinstance(root, Op) else self._members(root, "")
+        members, self.modules.replaced = placed(own)
+        if all_ops := _nodes(members):
+            Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
         groups = _grouped(members, divided)
         self.mixed = any(len({m.module.autocasts for m in g if isinstance(m.module, Op)}) > 1 for g in groups)
         sorted_by = f"op.{type(root).__name__}" if isinstance(root, Op) else "Sequential"
@@ -235,14 +236,24 @@ class Partition:
         self.exchanges = any(getattr(m.module, "exchanges", False) or getattr(m.module, "travels", ()) for m in members)
         chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
         self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
-        whole = self.parts[0].chain if len(self.parts) == 1 and isinstance(self.parts[0], ChainPart) else None
-        self.run: Callable[..., Tensor] = partial(_run_parts, self.parts) if whole is None else whole.run
-        if (averaged := Averaged(root)).modules:
-            self.run = partial(_run_averaged, averaged, self.run)
+        self._before: list[Callable[[], object]] = []  # to call before each run
         if self.exchanges:
             for _, op, ep in owners(root):
                 ep.copies.add(op)
-            self.run = partial(_run_with_ranks, self.run)
+            self._before.append(check_ddp)
+        if (averaged := Averaged(root)).modules:  # parameters that are shards
+            self._before.append(averaged.add_hooks)
+
+    def run(
+        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None = None
+    ) -> Tensor:
+        """Run the parts on these rows, values and parameters by name; return the rows of the last part."""
+        for prepare in self._before:
+            prepare()
+        counted = True
+        for part in self.parts:
+            x, counted = part.run(x, named, options, parameters, counted)
+        return x
 
     def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
         """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
@@ -276,15 +287,14 @@ class Partition:
         return parts
 
     def _members(self, parent: Runnable, prefix: str) -> list[Member]:
-        """Return every module in order, and store the state that `holds` compares."""
-        self._children.append((None if parent is self._root else parent, [*parent._chained()]))
+        """Return every module in order; `modules` compares them from now on."""
+        self.modules.add_parent(parent, is_root=parent is self._root)
         members = []
         for name, module in parent._chained():
             if module is None:
                 raise InputError(f"Sequential: {prefix}{name}: expected a module, got None")
-            hooked = _hooked(module)
-            self._hooked.append((module, hooked))
-            hooked = hooked or (self._any_global_hook and not _without_parameters(module))
+            hooked = self.modules.add_child(module)
+            hooked = hooked or (self.modules.global_hook and not _without_parameters(module))
             if not hooked and parent._opens(module):
                 self._opened.append((prefix + name, module))
                 members += self._members(module, f"{prefix}{name}.")
@@ -298,47 +308,6 @@ class Partition:
         root = self._root_ref()
         assert root is not None, "only a module uses its partition"
         return root
-
-    def holds(self, root: Runnable) -> bool:
-        """Whether the modules of the root, and their hooks, are still those that this partition was made from."""
-        for parent, children in self._children:
-            if [*(root if parent is None else parent)._chained()] != children:
-                return False
-        for module, hooked in self._hooked:
-            if _hooked(module) is not hooked:
-                return False
-        if self._replaced and self._changes != changes.count:
-            count = changes.count  # read before the attributes: another thread may change them meanwhile
-            if any(op.placed(after).attributes() != attributes for op, after, attributes in self._replaced):
-                return False
-            self._changes = count
-        return _has_any_global_hook() is self._any_global_hook
-
-    def _placed(self, members: Sequence[Member]) -> list[Member]:
-        """Return the members with each op replaced by its `Op.placed`, and that by its `Op.expanded`."""
-        following = [m.module for m in members if isinstance(m.module, Op)]
-        placed: list[Member] = []
-        dispatch: tuple[str, Dispatch] | None = None  # the last one
-        for member in members:
-            module = member.module
-            if not isinstance(module, Op):
-                placed.append(member)
-                continue
-            following = following[1:]
-            found = module.placed(following)
-            if isinstance(found, Dispatch):
-                dispatch = member.label, found
-            elif isinstance(found, Combine) and dispatch is not None:
-                _check_ranks(*dispatch, member.label, found)
-            runs = found.expanded() if member.joins else (("", found),)
-            if found is not module or len(runs) > 1:
-                self._replaced.append((module, following, found.attributes()))
-            for suffix, other in runs:
-                label = f"{member.label}.{suffix}" if suffix else member.label
-                placed.append(Member(label, other, member.joins and isinstance(other, Op)))
-        if all_ops := _nodes(placed):
-            Graph(all_ops)  # raises if a weight is applied twice, also by two ops with a module in between
-        return _agreement_first(placed)
 
     def name(self, name: str) -> None:
         """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
@@ -376,51 +345,6 @@ class Partition:
         check_parameters(self._parameters, given)
 
 
-def _check_ranks(label: str, dispatch: Dispatch, other_label: str, combine: Combine) -> None:
-    """Raise unless both have the same ranks: the rows of a token would be summed over others than it was sent to."""
-    if dispatch.expert_parallel is not combine.expert_parallel:
-        raise InputError(
-            f"{other_label}.Combine: expert_parallel: expected the object of {label}.Dispatch, "
-            f"{dispatch.expert_parallel}, got {combine.expert_parallel}"
-        )
-
-
-def _agreement_first(members: list[Member]) -> list[Member]:
-    """Move each `AgreeOnTokens` before the ops that leave the number of rows unchanged, so that it splits no chain."""
-    for i, member in enumerate(members):
-        if isinstance(member.module, AgreeOnTokens):
-            first = i
-            while first and members[first - 1].joins and not changes_rows(members[first - 1].module):
-                first -= 1
-            members.insert(first, members.pop(i))
-    return members
-
-
-def _run_parts(
-    parts: Sequence[ChainPart | ModulePart],
-    x: Tensor,
-    named: dict[str, Tensor],
-    options: KernelOptions,
-    parameters: Parameters | None = None,
-) -> Tensor:
-    counted = True
-    for part in parts:
-        x, counted = part.run(x, named, options, parameters, counted)
-    return x
-
-
-def _run_averaged(averaged: Averaged, run: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run parts with parameters that are shards."""
-    averaged.add_hooks()
-    return run(*args)
-
-
-def _run_with_ranks(run: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Run parts that exchange tensors with other ranks."""
-    check_ddp()
-    return run(*args)
-
-
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:
     """Return the sets of rows in a part that only ops of other parts sort by expert, by number from 0, with that op."""
     own = first_takers_of_offsets(_nodes(group)) if group[0].joins else {}
@@ -453,18 +377,6 @@ def _chain_part(
     apart = None if first or 0 not in shared else Chain(nodes, exports, lost, before, returns_rows)
     sorts_rows = any(node.op.changes_rows for node in nodes) or bool(first_takers_of_offsets(nodes))
     return ChainPart(chain, apart, sorts_rows)
-
-
-def _hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its class's ``forward``. Every call checks every module: be fast."""
-    own = module.__dict__
-    return bool(
-        own["_forward_hooks"]
-        or own["_forward_pre_hooks"]
-        or own["_backward_hooks"]
-        or own["_backward_pre_hooks"]
-        or "forward" in own
-    )
 
 
 def _without_parameters(module: nn.Module) -> bool:

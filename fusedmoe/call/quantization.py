@@ -6,15 +6,16 @@ from collections.abc import Iterable
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.formats import ScaleRule
-from fusedmoe.numerics.recipes import FP8Block, Node, Recipe, Roles
-from fusedmoe.ops.op import Op
+from fusedmoe.numerics.recipes import FP8Block, Recipe, Roles
+from fusedmoe.ops.op import Node, Op
 from fusedmoe.ops.quantize import Quantize
 
 
 def rewritten(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     """Return the chain as the recipe rewrites it: by `Recipe.rewrite` if the recipe overrides it, else by its roles."""
-    overrides = type(recipe).rewrite is not Recipe.rewrite
-    return recipe.rewrite(nodes) if overrides else by_roles(recipe, nodes)
+    if type(recipe).rewrite is Recipe.rewrite:
+        return by_roles(recipe, nodes)
+    return tuple(Node(label, op) for label, op in recipe.rewrite(nodes))
 
 
 def by_roles(recipe: Recipe, nodes: tuple[Node, ...]) -> tuple[Node, ...]:

@@ -27,11 +27,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
+import torch
+
 from fusedmoe.base.checks import FLAG, instance
 from fusedmoe.base.environment import disabled_by_environment
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.recompute import backward_pass
+from fusedmoe.base.recompute import backward_pass, had_gradients
 from fusedmoe.numerics.recipes import BF16, Recipe, resolve
+from fusedmoe.ops.state.amax import looking
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -133,6 +136,35 @@ def _open(entry: _Entry | None) -> _Entry | None:
     while entry is not None and entry.end() is None:
         entry = entry.outer
     return entry
+
+
+class OfCalls:
+    """The settings of the last calls of a chain, and those of the next one.
+
+    A recomputation in a backward pass may run after the ``with`` block of the original call has ended. On a GPU it runs
+    in another thread, where that block is not in force. So it uses the settings of the original call, changed by the
+    blocks that the recomputed function itself opens. The original call is the last call of the chain with gradients, or
+    without gradients if the recomputed function first ran without them.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[bool, Settings] = {}  # of the last calls with gradients (True) and without (False)
+
+    def of_call(self) -> Settings:
+        """Return the settings of a call: the current ones, except when a backward pass recomputes a call."""
+        now, within = current(), backward_pass()
+        grad = torch.is_grad_enabled()
+        if within == -1:
+            if not looking():
+                self._last[grad] = now
+            return now
+        first_had_gradients = had_gradients()
+        before = self._last.get(grad and first_had_gradients)
+        if before is not None:
+            now = replace(before, **now.within(within))
+            if grad and not first_had_gradients:  # also the original call of a checkpoint nested in this one
+                self._last[True] = now
+        return now
 
 
 def follow_context() -> None:

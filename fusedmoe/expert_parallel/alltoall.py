@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, as_bytes, forbid_capture, writes_no_weight
+from fusedmoe.expert_parallel.engine import VaryingEngine, as_bytes, forbid_capture, writes_no_weight
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,17 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class AllToAll(Engine):
-    """All-to-alls of parts that differ in length. It has no exchange with static shapes."""
+class AllToAll(VaryingEngine):
+    """All-to-alls of parts that differ in length."""
 
     name: ClassVar[str] = "alltoall"
 
     def counts(self, sent_PC: Tensor) -> Tensor:
-        """Return C numbers per rank, such as rows, of those that this rank sends, and those that it gets: (2, P, C)
-        int64 on the host.
-
-        The host waits for the device. A collective.
-        """
         forbid_capture(sent_PC, "engine='alltoall'")
         received_PC = torch.empty_like(sent_PC)
         with writes_no_weight(self.group, sent_PC.device):
@@ -36,10 +31,6 @@ class AllToAll(Engine):
         return torch.stack([sent_PC, received_PC]).cpu()
 
     def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, ...; return the rows received, in rank order.
-
-        A collective.
-        """
         out = rows.new_empty(sum(received), *rows.shape[1:])
         with writes_no_weight(self.group, rows.device):
             dist.all_to_all_single(as_bytes(out), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group)

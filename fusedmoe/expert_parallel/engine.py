@@ -5,6 +5,7 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -58,10 +59,15 @@ class Wanted:
     rows
         Returns which they are; see the methods of `Engine`. An engine that leaves out rows calls it, on the stream of
         its exchange.
+    bind_copy
+        ``bind_copy(out, sms)`` returns a function ``copy(source, row_of, out)`` for tensors (N, ...) like ``out``:
+        ``out[n] = source[row_of[n]]``, zeros where ``row_of[n]`` is N, by a kernel on ``sms`` SMs. It returns None if
+        no kernel copies such rows: then an engine leaves out none of them.
     """
 
     chosen: int
     rows: Callable[..., Tensor]
+    bind_copy: Callable[[Tensor, int], Callable[..., object] | None] = lambda out, sms: None
 
 
 def expected_share(ranks: int, chosen: int) -> float:
@@ -128,16 +134,32 @@ def nothing() -> None:
 class Engine:
     """Two exchanges of rows with static shapes. Each is a collective: every rank calls it, in the same order.
 
+    To add an engine, write its class, and add the class and its name to `fusedmoe.expert_parallel.group`.
+
+    Parameters
+    ----------
+    group
+        The ranks.
+    timeout_s
+        Seconds that a rank waits for the others in one exchange, if the engine itself waits.
+
     Attributes
     ----------
     name : str
         The engine's name, as `ExpertParallel` takes it.
+    static_shapes : bool
+        Whether all shapes of an exchange follow from those of its arguments. If not, the engine is a `VaryingEngine`:
+        the hosts wait for their devices, so that no work runs beside an exchange.
+    compares_experts : bool
+        Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
     """
 
     name: ClassVar[str] = ""
+    static_shapes: ClassVar[bool] = True
+    compares_experts: ClassVar[bool] = True
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: ProcessGroup, timeout_s: float = math.inf) -> None:
+        self.group, self.timeout_s = group, timeout_s
         self.ranks, self.rank = group.size(), group.rank()
 
     def sms(self, chosen: int) -> int:
@@ -251,6 +273,27 @@ class Engine:
     def buffer_bytes(self) -> int:
         """Return the bytes of the buffers that outlive a call."""
         return 0
+
+
+class VaryingEngine(Engine):
+    """Exchanges of rows whose numbers depend on the contents of tensors; the hosts know them."""
+
+    static_shapes: ClassVar[bool] = False
+
+    def counts(self, sent_PC: Tensor) -> Tensor:
+        """Return C numbers per rank, such as rows, of those that this rank sends, and those that it gets: (2, P, C)
+        int64 on the host.
+
+        The host waits for the device. A collective.
+        """
+        raise NotImplementedError
+
+    def exchange_rows(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send the first ``sent[0]`` rows to rank 0, the next to rank 1, ...; return the rows received, in rank order.
+
+        A collective.
+        """
+        raise NotImplementedError
 
 
 def as_bytes(t: Tensor) -> Tensor:

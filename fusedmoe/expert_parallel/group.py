@@ -17,7 +17,7 @@ from fusedmoe.expert_parallel.allgather import AllGather
 from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
-from fusedmoe.expert_parallel.engine import writes_no_weight
+from fusedmoe.expert_parallel.engine import Engine, writes_no_weight
 from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-    from fusedmoe.expert_parallel.engine import Engine
-
-EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]
+ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (AllGather, AllToAll, Symmetric)}
+EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]  # "auto" and the names of `ENGINES`
 OverflowPolicy = Literal["raise", "rerun", "drop"]
 
 _ENGINE = one_of(get_args(EngineName))
@@ -117,9 +116,9 @@ class ExpertParallel:
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
         self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
         self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)
-        if capacity is not None and engine == "alltoall":
+        if capacity is not None and not self._kind_of_engine.static_shapes:
             raise InputError(
-                f"{_WHO}: capacity: expected None with engine 'alltoall', which takes all rows that arrive, "
+                f"{_WHO}: capacity: expected None with engine {engine!r}, which takes all rows that arrive, "
                 f"got {capacity}"
             )
         self.overflow: OverflowPolicy = _OVERFLOW(f"{_WHO}: overflow", overflow)
@@ -134,20 +133,19 @@ class ExpertParallel:
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
         self.equal_experts: bool = FLAG(f"{_WHO}: equal_experts", equal_experts)
         self.copies = Copies()
-        self.engine: Engine = self._make_engine()
+        self.engine: Engine = self._kind_of_engine(self.group, self.timeout_s)
         self._beside: Callable[[], object] | None = None  # the work of a layer for `run_beside`, inside `beside`
 
-    def _make_engine(self) -> Engine:
-        if self.engine_name == "symmetric":
-            return Symmetric(self.group, self.timeout_s)
-        return AllToAll(self.group) if self.engine_name == "alltoall" else AllGather(self.group)
+    @property
+    def _kind_of_engine(self) -> type[Engine]:
+        return ENGINES.get(self.engine_name, AllGather)
 
     def chosen_for(self, top_k: int) -> ExpertParallel:
         """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
         if self.engine_name != "auto" or top_k >= self.ranks or self.capacity is not None:
             return self
         chosen = copy.copy(self)
-        chosen.engine_name, chosen.engine = "alltoall", AllToAll(self.group)
+        chosen.engine_name, chosen.engine = "alltoall", AllToAll(self.group, self.timeout_s)
         return chosen
 
     def local_experts(self, num_experts: int, who: str = _WHO) -> int:
@@ -209,13 +207,13 @@ class ExpertParallel:
 
     def compare_experts(self, x: Tensor) -> None:
         """Raise if something has copied the experts of one rank to all; called in each exchange of rows ``x``."""
-        if self.ranks > 1 and not self.equal_experts and self.engine.name != "symmetric":
+        if self.ranks > 1 and not self.equal_experts and self.engine.compares_experts:
             self.copies.check(self.group, x)
 
     @property
     def can_run_beside(self) -> bool:
-        """Whether tokens travel while a rank computes: for ``"alltoall"``, its host waits."""
-        return self.ranks > 1 and self.engine.name != "alltoall"
+        """Whether tokens travel while a rank computes. Without static shapes, its host waits."""
+        return self.ranks > 1 and self.engine.static_shapes
 
     @contextmanager
     def beside(self, work: Callable[[], object], device: torch.device) -> Iterator[None]:
@@ -259,7 +257,7 @@ class ExpertParallel:
         """Return the settings in words, for ``explain()``."""
         of_hosts = " agreed by the hosts" if self.max_tokens is None else f" at most {self.max_tokens}"
         parts = [f"engine {self.engine.name!r}", f"{self.ranks} ranks"]
-        if self.engine.name != "alltoall":
+        if self.engine.static_shapes:
             parts.append(f"tokens per rank{of_hosts}")
         if self.capacity is not None:
             parts.append(f"capacity {self.capacity:g}, overflow {self.overflow!r}")
@@ -268,7 +266,7 @@ class ExpertParallel:
         if self.combine_dtype is not None:
             parts.append(f"results travel as {_named(self.combine_dtype)}")
         parts.append(f"buffers of {self.engine.buffer_bytes()} bytes")
-        waits = self.counts_rows or self.engine.name == "alltoall"
+        waits = self.counts_rows or not self.engine.static_shapes
         return ", ".join([*parts, "HOST SYNC" if waits else "no host synchronisation"])
 
     def __copy__(self) -> ExpertParallel:

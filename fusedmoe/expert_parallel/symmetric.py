@@ -26,11 +26,8 @@ import torch
 from torch import distributed as dist
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.target import arch_of
 from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, gpu_id, why_not, write_word
-from fusedmoe.kernels.build.toolkit import missing_packages
-from fusedmoe.kernels.sm90 import products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,14 +58,14 @@ class Symmetric(Engine):
     """
 
     name: ClassVar[str] = "symmetric"
+    compares_experts: ClassVar[bool] = False  # its ranks meet in no collective of the group
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
-        super().__init__(group)
+        super().__init__(group, timeout_s)
         if reason := why_not(group):
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
-        self.timeout_s = timeout_s
         self._buffers: list[SymmetricBuffer] = []  # of the engine's stream, and of CUDA graphs
         self._in_graphs: list[SymmetricBuffer] = []  # those that a graph may have recorded, of any size
         self._rooms: tuple[SymmetricBuffer | None, set[int]] = None, set()  # of `room`: a buffer, and addresses in it
@@ -116,10 +113,10 @@ class Symmetric(Engine):
             with self._reading(buffer):
                 begun = nothing if told is None else self._recorded()
                 for one in (*small, last):
-                    chosen = None
-                    if one is last and wanted is not None and self._reads_few(wanted, one.given):
+                    chosen, copy = None, self._copy_of_few(wanted, one.result) if one is last else None
+                    if wanted is not None and copy is not None:
                         chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
-                    _read({r: one.sources[r] for r in self._others()}, one.result, chosen)
+                    _read({r: one.sources[r] for r in self._others()}, one.result, chosen, copy)
                     if one is last and told is not None:
                         write_word(told, 1)
                     waits.append(self._recorded())
@@ -159,11 +156,11 @@ class Symmetric(Engine):
             with self._reading(buffer):
                 chosen = None
                 for t, shape, offset in zip(received, places, offsets, strict=True):
-                    if reads_few := wanted is not None and self._reads_few(wanted, t):
-                        assert wanted is not None
-                        chosen = wanted.rows() if chosen is None else chosen
+                    copy = self._copy_of_few(wanted, t.view(shape))
+                    if wanted is not None and copy is not None and chosen is None:
+                        chosen = wanted.rows()
                     sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
-                    _read(sources, t.view(shape), chosen if reads_few else None)
+                    _read(sources, t.view(shape), chosen, copy)
                     waits.append(self._recorded())
             waits[-1] = self._until_done(waits[-1])
         return self._exchanged(tensors, received, waits, wanted)
@@ -175,10 +172,11 @@ class Symmetric(Engine):
         """Return the other ranks, beginning with the next one: at a time, every rank reads another one's memory."""
         return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
 
-    def _reads_few(self, wanted: Wanted, t: Tensor) -> bool:
-        """Whether a kernel reads the wanted rows of a tensor alone."""
-        few = expected_share(self.ranks, wanted.chosen) <= FEW
-        return few and why_no_copies_of_rows(t.dtype, t.shape[1:], t.device) is None
+    def _copy_of_few(self, wanted: Wanted | None, parts: Tensor) -> Callable[..., object] | None:
+        """Return the kernel that reads the wanted rows of ``parts`` (P, N, ...) alone; None if all rows are read."""
+        if wanted is None or expected_share(self.ranks, wanted.chosen) > FEW:
+            return None
+        return wanted.bind_copy(parts[0], SMS)
 
     def _until_done(self, wait: Callable[[], None]) -> Callable[[], None]:
         """Return the function that waits for the last result of an exchange, from the one that waits for its rows.
@@ -312,26 +310,18 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         a.copy_(b)
 
 
-def why_no_copies_of_rows(dtype: torch.dtype, row: Sequence[int], device: torch.device) -> str | None:
-    """Return the reason why no kernel copies some rows of a tensor; None if one does."""
-    if arch_of(device) != 90:
-        return "the kernel needs an sm_90 GPU"
-    if missing := missing_packages():
-        return f"the kernel needs {missing[0]}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"the kernel copies bf16 and fp16, not {dtype}"
-    return None if len(row) == 1 and row[0] % 8 == 0 else f"the kernel copies rows of multiples of 8 values, not {row}"
-
-
-def _read(sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None) -> None:
-    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...): all, or those of ``wanted`` (P, N)."""
-    if wanted is None:
+def _read(
+    sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None, copy: Callable[..., object] | None
+) -> None:
+    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...): all, or with ``copy`` those of
+    ``wanted`` (P, N).
+    """
+    if wanted is None or copy is None:
         for rank, source in sources.items():
             parts[rank].copy_(source)
         return
     rows = parts.shape[1]
     row_of = torch.where(wanted, torch.arange(rows, device=parts.device), rows)
-    copy = products.bind_copy_rows(parts[0], SMS)
     for rank, source in sources.items():
         copy(source, row_of[rank], parts[rank])
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C import _get_tracing_state
 
 from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
@@ -94,6 +94,7 @@ class MoE(Checked, Runnable):
         ``gate_up``, ``activation``, ``down``.
     """
 
+    _chained_names = ("router", "experts")
     _sms_of_exchange = 0  # that the shared expert runs beside
 
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -307,10 +308,6 @@ class MoE(Checked, Runnable):
             raise InputError(f"MoE: router: expected a module that returns a Routing, got {kind}, which returns {got}")
         return routing  # type: ignore[no-any-return]
 
-    def _chained(self) -> tuple[tuple[str, nn.Module | None], ...]:
-        modules = self._modules
-        return ("router", modules["router"]), ("experts", modules["experts"])
-
     @staticmethod
     def _opens(module: object) -> TypeGuard[Sequential]:
         return Sequential._opens(module)
@@ -337,7 +334,8 @@ class MoE(Checked, Runnable):
             raise inside_jit_trace("MoE")
         if not isinstance(x, Tensor):
             raise InputError(f"MoE: x: expected a tensor, got {type(x).__name__}")
-        check_dense("MoE: x", x)
+        if x.is_nested or x.layout is not torch.strided:
+            check_dense("MoE: x", x)
         if not x.dim() or x.shape[-1] != self.hidden:
             raise InputError(f"MoE: x: expected shape (..., {self.hidden}), got {tuple(x.shape)}")
         return x.reshape(-1, self.hidden)

@@ -223,10 +223,7 @@ def explain_call(
     provides: tuple[str, ...] = (),
 ) -> Explanation:  # fmt: skip
     """Return the plans of a call of a module, which also returns these provided values; see `Sequential.explain`."""
-    partition = partition_of_call(root, x, inputs, provides)
-    partition.check_inputs(x, inputs)
-    if parameters is not None:
-        partition.check_parameters(parameters)
+    partition = partition_of_call(root, x, inputs, parameters, provides)
     with only_looking(), buffers_kept(partition.parts), planned_for(arch) as asked:
         run = asked is None or len(partition.parts) == 1
         with drawing_nothing(x) if run and len(partition.parts) > 1 else nullcontext():

@@ -12,7 +12,6 @@ order have a row, and ``row_of_slot`` is R for all others.
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -21,14 +20,14 @@ from fusedmoe.base.checks import INPUT_NAME, POSITIVE_INTEGER, instance
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.numerics.expert_rows import gather_rows, sort_by_expert, tail_mask
-from fusedmoe.ops.exchange.fixed import AgreeOnTokens, CountRows, GatherTokens, ReturnTokens
-from fusedmoe.ops.exchange.varying import GatherVaryingTokens, ReturnVaryingTokens
+from fusedmoe.ops.exchange.fixed import ReturnTokens
+from fusedmoe.ops.exchange.varying import ReturnVaryingTokens
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from fusedmoe.base.checks import Check
     from fusedmoe.expert_parallel.capacity import RowLimit
@@ -42,9 +41,9 @@ def _sum_in_fp32(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     return x.sum(dim, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype or x.dtype)
 
 
-def _return_of(ep: ExpertParallel) -> ReturnTokens | ReturnVaryingTokens:
+def return_of(ep: ExpertParallel) -> ReturnTokens | ReturnVaryingTokens:
     """Return the last module of `Combine` over these ranks."""
-    return ReturnVaryingTokens(ep) if ep.engine.name == "alltoall" else ReturnTokens(ep)
+    return ReturnTokens(ep) if ep.engine.static_shapes else ReturnVaryingTokens(ep)
 
 
 class Dispatch(Op):
@@ -91,7 +90,7 @@ class Dispatch(Op):
                     "Dispatch: num_experts: expected the experts of all ranks of expert_parallel, got None"
                 )
             expert_parallel.local_experts(num_experts, "Dispatch")
-            returned = _return_of(expert_parallel).runtime_inputs
+            returned = return_of(expert_parallel).runtime_inputs
             self.provides = (*type(self).provides, *(name for name in returned if name != "expert_index"))
 
     @property
@@ -105,37 +104,6 @@ class Dispatch(Op):
             return local_rows.shape[0]
         tokens, chosen = expert_index.shape
         return tokens * chosen if self.limit is None else self.limit.rows(tokens, chosen)
-
-    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
-        ep = self.expert_parallel
-        if ep is None:
-            return super().expanded()
-        assert self.num_experts is not None
-        local = Dispatch(ep.local_experts(self.num_experts, "Dispatch"))
-        local.runtime_inputs = ("gathered_index", "gathered_weight")
-        if ep.engine.name == "alltoall":
-            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
-            return ("gather", GatherVaryingTokens(self.num_experts, ep)), ("", local)
-        limit = ep.row_limit(self.num_experts)
-        before: list[tuple[str, nn.Module]] = [] if ep.max_tokens is not None else [("agree", AgreeOnTokens(ep))]
-        if ep.counts_rows:
-            before.append(("count", CountRows(self.num_experts, limit, ep)))
-            local.runtime_inputs = (*local.runtime_inputs, "local_rows")
-        else:
-            local.limit = limit
-        return *before, ("gather", GatherTokens(self.num_experts, ep)), ("", local)
-
-    def placed(self, following: Sequence[Op]) -> Op:
-        if self.num_experts is not None:
-            return self
-        for op in following:
-            if "offsets" in op.runtime_inputs and isinstance(groups := getattr(op, "num_groups", None), int):
-                placed = copy.copy(self)  # keeps the hooks
-                placed.num_experts = groups
-                return placed
-        raise InputError(
-            "Dispatch(): num_experts is None, and no grouped op follows that gives it: pass Dispatch(num_experts=...)"
-        )
 
     def infer(
         self, x: SpecLike, expert_index: SpecLike, expert_weight: SpecLike, local_rows: SpecLike | None = None
@@ -247,7 +215,7 @@ class Combine(Op):
         self.expert_parallel = expert_parallel
         self.output_dtype: torch.dtype | None = None
         self.rowwise_inputs = self.applies = () if self.weights is None else (self.weights,)
-        of_ranks = () if expert_parallel is None else _return_of(expert_parallel).runtime_inputs
+        of_ranks = () if expert_parallel is None else return_of(expert_parallel).runtime_inputs
         self.runtime_inputs = ("row_of_slot", "slot_of_row", *self.applies, *of_ranks)
 
     def weighted_by(self, weights: str) -> Combine:
@@ -256,15 +224,6 @@ class Combine(Op):
         made.output_dtype = self.output_dtype
         made.runtime_inputs = (*made.runtime_inputs, *self.runtime_inputs[len(Combine(None).runtime_inputs) :])
         return made
-
-    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
-        if self.expert_parallel is None:
-            return super().expanded()
-        ep, local = self.expert_parallel, Combine(self.weights)
-        if ep.combine_dtype is not None:
-            local.output_dtype = ep.combine_dtype
-            local.runtime_inputs = (*local.runtime_inputs, "row_dtype")
-        return ("", local), ("return", _return_of(ep))
 
     def infer(self, x: SpecLike, row_of_slot: SpecLike, slot_of_row: SpecLike, *others: SpecLike) -> TensorSpec:
         probs = None if self.weights is None else others[0]

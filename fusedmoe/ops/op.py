@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,39 +22,18 @@ from fusedmoe.base import changes
 from fusedmoe.base.checks import FLOATS, WRONG, Checked
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.process_state import HasProcessState
+from fusedmoe.base.specs import SpecLike as SpecLike
+from fusedmoe.base.specs import TensorSpec as TensorSpec
 from fusedmoe.expert_parallel.shards import check_shard
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.numerics.recipes import Node as Node
+from fusedmoe.numerics import recipes
 from fusedmoe.ops.state import amax, random
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
     from typing import TypeGuard
 
     from fusedmoe.numerics.formats import Format, QuantizedSpec, Quantizer
-    from fusedmoe.ops.quantize import WeightQuantization
-
-
-class SpecLike(Protocol):
-    """An object with a shape and a dtype: a tensor or a `TensorSpec`."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class TensorSpec(NamedTuple):
-    """Shape and dtype of a tensor that does not exist yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def exact(x: Tensor) -> Tensor:
@@ -92,22 +71,48 @@ Specs = TensorSpec | tuple[TensorSpec, ...]
 Tensors = Tensor | tuple[Tensor, ...]
 
 
+class Caller:
+    """The functions that run a call. `fusedmoe.call.modes` registers them, since ops cannot import the planner.
+
+    Attributes
+    ----------
+    run
+        `fusedmoe.call.modes.run`.
+    parts_for_compiler
+        `fusedmoe.call.modes.parts_for_compiler`.
+    """
+
+    run: Callable[..., Any]
+    parts_for_compiler: Callable[..., Any]
+
+    def register(self, *, run: Callable[..., Any], parts_for_compiler: Callable[..., Any]) -> None:
+        """Set both functions."""
+        self.run, self.parts_for_compiler = run, parts_for_compiler
+
+
+caller = Caller()
+
+
 class Runnable(HasProcessState, nn.Module):
     """A module that `fusedmoe.call.modes` runs: an op that is called alone, a `Sequential`, or an `MoE`."""
 
     _options = DEFAULT
-    _parts_for_compiler: ClassVar[
-        Callable[..., Any]
-    ]  # set by `fusedmoe.call.modes`, since ops must not import the planner
+    _chained_names: ClassVar[tuple[str, ...] | None] = None  # the names of the modules that a call runs; None: all
 
-    def _chained(self) -> Iterable[tuple[str, nn.Module | None]]:
+    def _chained(self) -> list[tuple[str, nn.Module | None]]:
         """Return the modules that a call runs one after the other, with their names."""
-        return self._modules.items()
+        modules, names = self._modules, self._chained_names
+        return [*modules.items()] if names is None else [(name, modules[name]) for name in names]
 
     @staticmethod
     def _opens(module: object) -> TypeGuard[Runnable]:
         """Whether one of these modules is replaced by its own ones."""
         return False
+
+    @constant_in_graphs  # Dynamo takes only methods of a module whose arguments include the module
+    def _parts_for_compiler(self, *around: Any) -> Any:
+        """Return the parts of the module for `fusedmoe.call.compile.tracing`. Dynamo guards on ``around``."""
+        return caller.parts_for_compiler(self, *around)
 
     @constant_in_graphs
     def _describe_for_compiler(self) -> None:
@@ -239,7 +244,6 @@ class Op(Checked, Runnable):
     travels: ClassVar[tuple[str, ...]] = ()
     travels_as: Mapping[str, Format] = {}
     launches: ClassVar[int] = 1
-    _run: ClassVar[Callable[..., Any]]  # set by `fusedmoe.call.modes`
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -281,19 +285,11 @@ class Op(Checked, Runnable):
         """
         return None
 
-    def placed(self, following: Sequence[Op]) -> Op:
-        """Return the op to run before the ops in ``following``: itself, or a copy with a setting taken from them."""
-        return self
+    def weight_quantization(self, layer: Op) -> Any:
+        """Return the function that quantizes the weight of the linear layer that follows; see ``quantizes_weight``.
 
-    def expanded(self) -> tuple[tuple[str, nn.Module], ...]:
-        """Return the modules that run in the place of the op, each with a suffix of its label; by default the op alone.
-
-        They follow from the class and the public attributes.
+        It is a `fusedmoe.ops.quantize.WeightQuantization`.
         """
-        return (("", self),)
-
-    def weight_quantization(self, layer: Op) -> WeightQuantization:
-        """Return the function that quantizes the weight of the linear layer that follows; see ``quantizes_weight``."""
         raise NotImplementedError(f"{type(self).__name__} defines no weight_quantization()")
 
     def host_sync(self, x: SpecLike, device: torch.device) -> bool:
@@ -366,7 +362,7 @@ class Op(Checked, Runnable):
         Tensor or (Tensor, dict of str to Tensor)
             The output, and for an op that provides values, these values by name.
         """
-        return self._run(x, inputs, None, self.provides)
+        return caller.run(self, x, inputs, provides=self.provides)
 
     # The `forward` that does what `compute` does. An op whose class has another one is called as a module.
     forward_in_chain: ClassVar[Callable[..., Any]] = forward
@@ -430,6 +426,12 @@ def defined_before(cls: type, name: str, other: str) -> bool:
     """Whether a class gets ``name`` from an earlier class in its MRO than ``other``."""
     first = next((c for c in cls.__mro__ if name in vars(c) or other in vars(c)), None)
     return first is not None and other not in vars(first)
+
+
+class Node(recipes.Node):
+    """An op and its name in the `Sequential` that runs it."""
+
+    op: Op
 
 
 class BackwardOp:

@@ -29,7 +29,7 @@ from fusedmoe.base.checks import (
 )
 from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.expert_rows import rows_per_expert
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, caller
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -255,7 +255,7 @@ class Router(Op):
 
     def forward(self, x: Tensor) -> Routing:  # type: ignore[override]
         """Route tokens ``x`` (T, H)."""
-        _, values = self._run(x, {}, None, self.provides)  # without probs, which follow from the logits
+        _, values = caller.run(self, x, {}, provides=self.provides)  # without probs, which follow from the logits
         logits_TE = values["router_logits"]
         with without_autocast(x.device):
             probs_TE = self._probs(self.scores(logits_TE))

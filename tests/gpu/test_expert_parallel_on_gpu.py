@@ -20,6 +20,7 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.kernels.sm90 import products
+from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 
 pytestmark = needs_gpu
 
@@ -176,12 +177,13 @@ def few_rows(rank):
             def of_ids(every, ids=ids, mine=mine):
                 return mine.view(-1) & (every == ids.repeat(size))  # all: the ids have arrived
 
-            _, got = ep.engine.gather([ids, sent[rank, rank].cuda()], rows, Wanted(1, of_ids))
+            _, got = ep.engine.gather([ids, sent[rank, rank].cuda()], rows, Wanted(1, of_ids, bind_copy_of_rows))
             got = got.view(size, rows, width).cpu()
             for r in range(size):
                 kept = wanted[rank, r] if r != rank else slice(None)  # a rank's own rows are there
                 different += not torch.equal(got[r][kept], sent[r, r][kept])
-            (parts,) = ep.engine.exchange([sent[rank].cuda().flatten(0, 1)], Wanted(1, lambda mine=mine: mine))
+            of_reader = Wanted(1, lambda mine=mine: mine, bind_copy_of_rows)
+            (parts,) = ep.engine.exchange([sent[rank].cuda().flatten(0, 1)], of_reader)
             different += sum(not torch.equal(part.cpu(), sent[r, rank]) for r, part in enumerate(parts))
             read += int(wanted[rank].sum())
     return different, read, copies[0]

@@ -31,10 +31,7 @@ def run(
     provides: tuple[str, ...],
 ) -> Any:
     """Run a module in a program that is being exported."""
-    partition = partition_of_call(root, x, inputs, provides)
-    partition.check_inputs(x, inputs)
-    if parameters is not None:
-        partition.check_parameters(parameters)
+    partition = partition_of_call(root, x, inputs, parameters, provides)
     if partition.exchanges:
         raise InputError(
             f"{partition.who}: torch.export: expected a module with all experts on one rank, got one with "

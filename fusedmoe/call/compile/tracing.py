@@ -17,10 +17,10 @@ from fusedmoe.base.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.base.errors import InputError
 from fusedmoe.call import settings
 from fusedmoe.call.compile.handles import encode, handle_of, is_transposed
-from fusedmoe.call.partition import ChainPart, partition_for, partition_of_call
+from fusedmoe.call.partition import ChainPart, partition_for
 from fusedmoe.call.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.fusion.language import registry
-from fusedmoe.ops.op import Op, Runnable, constant_in_graphs
+from fusedmoe.ops.op import Op, Runnable, caller, constant_in_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -84,7 +84,7 @@ def run(
     if isinstance(parts, str):
         _refuse(parts)
     if parts is None:
-        return run_untraced(_run_eagerly, root, x, inputs, parameters, provides)
+        return run_untraced(caller.run, root, x, inputs, parameters, provides)
     counted = True
     for part in parts:
         if isinstance(part, TracedModule):
@@ -168,15 +168,6 @@ def _run_uncompiled(
 def run_untraced(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function eagerly: a graph break."""
     return function(*args)
-
-
-def _run_eagerly(
-    root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
-) -> Any:
-    """Run a module without a graph."""
-    partition = partition_of_call(root, x, inputs, provides)
-    y = partition.run(x, inputs, root._options, parameters)
-    return (y, {name: inputs[name] for name in provides if name in inputs}) if provides else y
 
 
 def _refuse(message: str) -> None:

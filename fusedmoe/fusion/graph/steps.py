@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.fusion.graph.values import NONE
+from fusedmoe.numerics.formats import QuantizedTensor
+from fusedmoe.numerics.formats.packed import PackedTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from fusedmoe.fusion.language.rule import Bind
+    from torch import Tensor
+
+    from fusedmoe.fusion.graph.values import Form
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +41,8 @@ class Fused:
 
     label: str  # the ops that it covers
     rule: str  # the name of the rule
-    binder: Callable[[int], Bind]  # the result of `fusedmoe.fusion.language.rule.FusionRule.build` for `beside_sms`
+    # the result of `fusedmoe.fusion.language.rule.FusionRule.build` for `beside_sms`
+    binder: Callable[[int], Callable[..., Callable[..., Any]]]
     needs: tuple[str, ...]
     gives: tuple[str, ...]
     may_give_none: bool  # a gradient among `gives` may be None although no incoming gradient is None
@@ -63,3 +68,29 @@ class Fused:
 
 
 AnyStep = Plain | Fused
+
+
+def on_tensors(step: Plain, forms: Mapping[str, Form], specs: Mapping[str, Any] | None) -> Callable[..., Any]:
+    """Return a plain step's function of flat tensors, for calls with these specs."""
+    run, takes = step.run, [forms.get(value) for value in step.needs]
+    if not any(takes) and forms.keys().isdisjoint(step.gives):
+        return run
+    assert specs is not None, "a program with quantized values runs with specs"
+    operands_of = [(form, specs.get(value)) for value, form in zip(step.needs, takes, strict=True)]
+
+    def flat(*tensors: Tensor | None) -> Any:
+        each = iter(tensors)
+        operands: list[Any] = []
+        for form, spec in operands_of:
+            if form is None:
+                operands.append(next(each))
+            else:
+                held: Any = [next(each) for _ in form.tensors]
+                operands.append(spec.tensor(held, next(each)))  # type: ignore[union-attr]
+        out = run(*operands)
+        results: list[Tensor | None] = []
+        for result in out if isinstance(out, (tuple, list)) else (out,):
+            results += result.tensors() if isinstance(result, (QuantizedTensor, PackedTensor)) else [result]
+        return results if len(results) > 1 else results[0]
+
+    return flat

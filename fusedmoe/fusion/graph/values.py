@@ -18,18 +18,15 @@ and by columns (``"fc1.input:packed_columns"``). The rows before an activation h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
-from fusedmoe.numerics.formats.packed import Packed, PackedTensor
+from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats.packed import Packed
 from fusedmoe.ops.op import TensorSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
-    from torch import Tensor
-
-    from fusedmoe.fusion.graph.steps import Plain
     from fusedmoe.numerics.formats import Quantizer
     from fusedmoe.ops.op import SpecLike
 
@@ -154,29 +151,3 @@ def tensors_of(values: Iterable[str], forms: Mapping[str, Form], offsets: bool =
         else:
             names += (*form.tensors, form.offsets) if offsets else form.tensors
     return tuple(names)
-
-
-def on_tensors(step: Plain, forms: Mapping[str, Form], specs: Mapping[str, Any] | None) -> Callable[..., Any]:
-    """Return a plain step's function of flat tensors, for calls with these specs."""
-    run, takes = step.run, [forms.get(value) for value in step.needs]
-    if not any(takes) and forms.keys().isdisjoint(step.gives):
-        return run
-    assert specs is not None, "a program with quantized values runs with specs"
-    operands_of = [(form, specs.get(value)) for value, form in zip(step.needs, takes, strict=True)]
-
-    def flat(*tensors: Tensor | None) -> Any:
-        each = iter(tensors)
-        operands: list[Any] = []
-        for form, spec in operands_of:
-            if form is None:
-                operands.append(next(each))
-            else:
-                held: Any = [next(each) for _ in form.tensors]
-                operands.append(spec.tensor(held, next(each)))  # type: ignore[union-attr]
-        out = run(*operands)
-        results: list[Tensor | None] = []
-        for result in out if isinstance(out, (tuple, list)) else (out,):
-            results += result.tensors() if isinstance(result, (QuantizedTensor, PackedTensor)) else [result]
-        return results if len(results) > 1 else results[0]
-
-    return flat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -22,21 +22,53 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.base.target import Target
-    from fusedmoe.call.chain import Chain
-    from fusedmoe.call.settings import Settings
+    from fusedmoe.fusion.graph.forward import Graph
     from fusedmoe.fusion.program.signature import Signature
     from fusedmoe.kernels.options import KernelOptions
     from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import SpecLike
+    from fusedmoe.ops.op import Node, Op, SpecLike
 
 MAX_PLANS = 256
 MAX_CALLS = 1024
 
 
+class PlannedChain(Protocol):
+    """The properties of a `fusedmoe.call.chain.Chain` that its plans follow from."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[str, ...]
+    arguments: tuple[str, ...]
+    takers: dict[str, list[str]]
+    parameters: list[tuple[Op, str, str]]
+    name: str
+
+    def rewritten(self, recipe: Recipe, specs: Sequence[SpecLike | None] | None = None) -> Graph:
+        """Return the graph of the chain as the recipe rewrites it."""
+
+
+class PlanSettings(Protocol):
+    """The properties of a `fusedmoe.call.settings.Settings` that plans follow from."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    @property
+    def disabled(self) -> tuple[str, ...]: ...
+
+    @property
+    def strict(self) -> bool: ...
+
+    @property
+    def strict_unavailable(self) -> bool: ...
+
+    def all_disabled(self) -> tuple[str, ...]:
+        """Return `disabled` and the patterns of the environment variable."""
+
+
 class CallContext(NamedTuple):
     """The state around a call that its plan depends on."""
 
-    settings: Settings  # recipe, disabled rules and strictness
+    settings: PlanSettings  # recipe, disabled rules and strictness
     options: KernelOptions  # those of the outermost `Sequential`
     changes: int  # `fusedmoe.base.changes.count`: it changes with the attributes of ops and the set of rules
     variables: tuple[object, ...]  # the environment variables that are read at every call
@@ -60,7 +92,7 @@ class Conditions(NamedTuple):
 
 
 def plan_chain(
-    chain: Chain,
+    chain: PlannedChain,
     arguments: Sequence[Tensor | None],
     wanted: Sequence[bool],
     conditions: Conditions,
@@ -112,42 +144,32 @@ def wanted_gradients(arguments: Sequence[Tensor | None]) -> list[bool]:
     return [grad and a is not None and a.requires_grad for a in arguments]
 
 
-class LastCall(NamedTuple):
-    """The last call. If the next call is of the same kind, it needs no further look-up."""
-
-    call: BoundPlan
-    tensors: Signature
-    context: CallContext
-    device_type: str
-
-
 class PlanTable:
     """The plans of a chain, and the calls that are bound to them.
 
-    A call looks for its `BoundPlan` in this order:
+    A call that the previous one does not serve (`fusedmoe.call.still_valid.LastCall`) looks for its `BoundPlan` in this
+    order:
 
-    1. `last`, the previous call: its context and its signature of tensors are equal.
-    2. `calls`, all earlier calls, by the same facts. In the key, a number identifies the circumstances: the attributes
-       of the ops, the set of rules, and the context except the strictness.
-    3. `plans`: the plan of an earlier call that differed only in strictness, or in the number of rows within the same
+    1. `calls`, all earlier calls, by context and signature of tensors. In the key, a number identifies the
+       circumstances: the attributes of the ops, the set of rules, and the context except the strictness.
+    2. `plans`: the plan of an earlier call that differed only in strictness, or in the number of rows within the same
        power of two. The plan is bound to these tensors, whose shapes are checked against the ops.
-    4. A new plan.
+    3. A new plan.
 
     A full dict is cleared. Keys that change with every call fill it, for example an attribute that counts steps.
     `fusedmoe.call.compile.handles` binds its calls here too. It keeps its own plans, since graphs refer to them.
     """
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: PlannedChain) -> None:
         self._chain_ref = ref(chain)  # the chain has the table: a cycle would keep the weights of a deleted module
         self._ops = tuple(node.op for node in chain.nodes)
         self._circumstances: dict[tuple[Any, ...], int] = {}
         self._numbers = count()  # no number is used twice
         self.plans: dict[Hashable, Plan] = {}
         self.calls: dict[Hashable, BoundPlan] = {}
-        self.last: LastCall | None = None
 
     @property
-    def _chain(self) -> Chain:
+    def _chain(self) -> PlannedChain:
         chain = self._chain_ref()
         assert chain is not None, "only a chain uses its table"
         return chain

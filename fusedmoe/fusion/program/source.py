@@ -32,8 +32,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusedmoe.base.log import say_once
-from fusedmoe.fusion.graph.steps import AnyStep, Fused, Plain
-from fusedmoe.fusion.graph.values import NONE, Form, on_tensors, primal, tensors_of
+from fusedmoe.fusion.graph.steps import AnyStep, Fused, Plain, on_tensors
+from fusedmoe.fusion.graph.values import NONE, Form, primal, tensors_of
 from fusedmoe.fusion.language.rule import Declined, FusionError, NothingToDo, RuleError
 from fusedmoe.fusion.program.order import Pair, in_order
 from fusedmoe.fusion.program.results import Specs, check_results

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from fusedmoe.fusion.language.rule import Direction
-    from fusedmoe.fusion.search.estimate import Estimate
+    from fusedmoe.fusion.report.estimate import Estimate
 
 
 class Status(str, Enum):

@@ -9,9 +9,10 @@ the ratios of two recipes with the measured ratios. An H100 has the same rates, 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
+
+from fusedmoe.fusion.report.estimate import Estimate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,40 +36,6 @@ class _Machine:
 
 _BOUND_BY_ARITHMETIC = "nvfp4"  # rotation, random bits, and a read for the largest magnitudes
 _MACHINES = {90: _Machine("H200", 4.2e6, 3.0, _Product(808e6, 0.47), _Product(1320e6, 0.77))}
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """The estimated time of a call's forward and backward pass under a recipe, and in bf16.
-
-    Attributes
-    ----------
-    machine : str
-        The GPU.
-    us : float
-        The time under the recipe, in us, without the quantization of weights.
-    weights_us : float
-        The time to quantize the weights, in us, which is needed after each change of the weights.
-    bf16_us : float
-        The time under the recipe ``"bf16"``, in us.
-    """
-
-    machine: str
-    us: float
-    weights_us: float
-    bf16_us: float
-
-    @property
-    def micro_batches(self) -> int | None:
-        """The smallest number of calls between two changes of the weights for which the recipe is not slower than bf16;
-        None if it is slower for any number.
-        """
-        saved = self.bf16_us - self.us
-        return None if saved <= 0 else max(1, math.ceil(self.weights_us / saved))
-
-    def __str__(self) -> str:
-        weights = f", and {_time(self.weights_us)} after each change of the weights" if self.weights_us else ""
-        return f"estimated on an {self.machine}: {_time(self.us)}{weights}; under bf16 {_time(self.bf16_us)}"
 
 
 def estimated(plan: PlanData, in_bf16: PlanData) -> Estimate | None:
@@ -99,7 +66,3 @@ def _us(steps: Iterable[PlannedStep], machine: _Machine) -> float:
         times = step.flops / product.flops_per_us, step.bytes_moved / machine.bytes_per_us
         total += max(times) + product.beside * min(times) + step.launches * machine.us_per_launch
     return total
-
-
-def _time(us: float) -> str:
-    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"

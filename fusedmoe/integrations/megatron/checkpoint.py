@@ -7,21 +7,18 @@ shapes of ``SequentialMLP``, its ``state_dict()`` has the names of ``TEGroupedML
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.base.errors import InputError
 
-if TYPE_CHECKING:
-    from fusedmoe.integrations.megatron import FusedGroupedMLP
-
 LAYERS = ("linear_fc1", "linear_fc2")
 
 
 def sharded_state_dict(
-    experts: FusedGroupedMLP, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
+    experts: Any, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Implement `FusedGroupedMLP.sharded_state_dict`."""
     # here, since importing this module must not import Megatron
@@ -96,7 +93,7 @@ class _Shards:
         return ShardedTensor.from_rank_offsets(key, tensor.contiguous(), *self.offsets, *offsets, **more)
 
 
-def split_by_expert(module: FusedGroupedMLP, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
+def split_by_expert(module: Any, state_dict: dict[str, Any], prefix: str, metadata: object) -> None:
     """``linear_fc1.weight`` -> ``linear_fc1.weight0``, ``linear_fc1.weight1``, ..., as views."""
     for layer in LAYERS:
         for name, _ in getattr(module, layer).named_parameters():
@@ -105,7 +102,7 @@ def split_by_expert(module: FusedGroupedMLP, state_dict: dict[str, Any], prefix:
                 state_dict.update({f"{prefix}{layer}.{name}{i}": part for i, part in enumerate(packed)})
 
 
-def stack_experts(module: FusedGroupedMLP, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def stack_experts(module: Any, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """``linear_fc1.weight0``, ``linear_fc1.weight1``, ... -> ``linear_fc1.weight``, which may also be present."""
     for layer in LAYERS:
         for name, _parameter in getattr(module, layer).named_parameters():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from fusedmoe.base.checks import FLAG, NOT_NEGATIVE, TEXT, check_fields
 from fusedmoe.base.errors import InputError
@@ -11,15 +11,12 @@ from fusedmoe.numerics.formats import Delayed, Quantizer, ScaleRule
 from fusedmoe.numerics.formats.format import WGRAD
 from fusedmoe.numerics.formats.roles import Roles, block_roles, mxfp8_roles, nvfp4_roles, row_roles, tensor_roles
 
-if TYPE_CHECKING:
-    from fusedmoe.ops.op import Op
-
 
 class Node(NamedTuple):
     """An op and its name in the `Sequential` that runs it."""
 
     label: str
-    op: Op
+    op: Any  # a `fusedmoe.ops.Op`
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from fusedmoe.expert_parallel.capacity import rows_of_ranks
 from fusedmoe.expert_parallel.engine import Wanted, forbid_capture
 from fusedmoe.expert_parallel.wire import FORMAT, LAUNCHES, packed, unpacked
 from fusedmoe.numerics.formats.quantizers import DTYPES
+from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
 from fusedmoe.ops.state.amax import looking
 
@@ -78,7 +79,7 @@ def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -
             of_ranks[rank, : expert_index.shape[0]] = has_expert_on(expert_index, rank, experts)
         return of_ranks
 
-    return Wanted(expert_index.shape[1], wanted)
+    return Wanted(expert_index.shape[1], wanted, bind_copy_of_rows)
 
 
 def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
@@ -267,7 +268,9 @@ class GatherTokens(Op):
         if x.shape[0] < rows:
             index = F.pad(index, (0, 0, 0, rows - x.shape[0]), value=-1)
         ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
-        wanted = Wanted(index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts))
+        wanted = Wanted(
+            index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts), bind_copy_of_rows
+        )
         tokens = packed(x, ep.dispatch_dtype)
         ep.compare_experts(x)
         pending = ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
@@ -431,6 +434,8 @@ class DReturnTokens(BackwardOp):
         them. ``lend`` and ``told``: as for `Engine.start_gather`.
         """
         ep, here = self.op.expert_parallel, rank_experts.shape[0]
-        wanted = Wanted(gathered_index.shape[1], lambda *others: has_expert_on(gathered_index, 0, here))
+        wanted = Wanted(
+            gathered_index.shape[1], lambda *others: has_expert_on(gathered_index, 0, here), bind_copy_of_rows
+        )
         tensors = packed(grad_output, ep.dispatch_dtype)
         return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend, told)

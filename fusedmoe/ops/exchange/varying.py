@@ -1,4 +1,4 @@
-"""The exchange of the engine ``"alltoall"``: a token goes once to each rank that has at least one of its experts.
+"""The exchange by a `VaryingEngine`, ``"alltoall"``: a token goes once to each rank that has some of its experts.
 
 The numbers of rows depend on contents, which no op of a planned chain may do. So these are plain modules, which split
 the chain: `GatherVaryingTokens` in place of `GatherTokens`, `ReturnVaryingTokens` in place of `ReturnTokens`.
@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmoe.base.autocast import autocast_dtype, casts_rows
-from fusedmoe.expert_parallel.alltoall import AllToAll
+from fusedmoe.expert_parallel.engine import VaryingEngine
 from fusedmoe.expert_parallel.wire import packed, unpacked
 from fusedmoe.ops.exchange.fixed import check_wire, chosen_ids, local_index
 from fusedmoe.ops.op import exact
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 class _Routes(NamedTuple):
     """The tokens that travel between the ranks."""
 
-    engine: AllToAll | None  # None if all tokens stay here
+    engine: VaryingEngine | None  # None if all tokens stay here
     tokens: int  # T
     token_of_sent: Tensor  # (S,) int64, in the order of the ranks that get them, then of the tokens
     sent: list[int]  # rows for each rank
@@ -181,7 +181,7 @@ class GatherVaryingTokens(nn.Module):
             routes = _Routes(None, tokens, torch.arange(tokens, device=x.device), rows, rows)
             return routes, torch.tensor([rows, rows], device="cpu"), index.numel()
         engine = ep.engine
-        assert isinstance(engine, AllToAll)
+        assert isinstance(engine, VaryingEngine)
         ep.compare_experts(x)
         rank_of = index.div(ep.local_experts(self.num_experts), rounding_mode="floor")  # -1 for a sentinel
         ranks = torch.arange(ep.ranks, device=x.device, dtype=rank_of.dtype)
@@ -230,7 +230,7 @@ class ReturnVaryingTokens(nn.Module):
             rows = [tokens if rank == ep.rank else 0 for rank in range(ep.ranks)]
             routes = _Routes(None, tokens, token_of_sent, rows, rows)
         else:
-            assert isinstance(ep.engine, AllToAll)
+            assert isinstance(ep.engine, VaryingEngine)
             routes = _Routes(ep.engine, tokens, token_of_sent, *rows_per_rank.tolist())
         (y,) = _Sum.apply(routes, [row_dtype.dtype], [ep.dispatch_dtype], x)  # type: ignore[no-untyped-call]
         return y  # type: ignore[no-any-return]

@@ -18,8 +18,6 @@ from fusedmoe.base.estimating import has_values
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fusedmoe.ops.op import Op
-
 NAMES = ("random_state", "device_random_state")
 """The names of the saved states of an op with ``draws_random``."""
 
@@ -55,7 +53,7 @@ def _is_capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def compute_noting_states(op: Op, x: Tensor, *args: Any, **keywords: bool) -> tuple[Tensor | None, ...]:
+def compute_noting_states(op: Any, x: Tensor, *args: Any, **keywords: bool) -> tuple[Tensor | None, ...]:
     """Return the outputs of an op, followed by the generator states before the call."""
     if _is_capturing(x):
         raise InputError(
@@ -94,14 +92,14 @@ def drawing_nothing(x: Tensor) -> Iterator[None]:
         _set(now, x.device)
 
 
-def compute_again(op: Op, x: Tensor, *args: Any, **keywords: bool) -> Any:
+def compute_again(op: Any, x: Tensor, *args: Any, **keywords: bool) -> Any:
     """Return the outputs of an op, computed with the generator states in the last two arguments."""
     *others, of_cpu, of_device = args
     with drawing_again((of_cpu, of_device), x.device):
         return op.compute(x, *others, **keywords)
 
 
-def compute_watched(op: Op, x: Tensor, *args: Any, **keywords: bool) -> Any:
+def compute_watched(op: Any, x: Tensor, *args: Any, **keywords: bool) -> Any:
     """Return the outputs of an op; raise if it draws random numbers and does not declare ``draws_random``."""
     if type(x) not in (Tensor, nn.Parameter) or _is_capturing(x):
         return op.compute(x, *args, **keywords)
