@@ -134,27 +134,20 @@ def partition_for(
         Whether autocast changes the dtype of the call's rows; None if it is off.
     """
     state = root._of_process
-    partition = _of_most_calls(root)
-    sorted_rows = partition.may_be_sorted and "splits" in given
-    # the dtype of rows that a module returns is not known
-    divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
-    if sorted_rows or divided or (returned and not isinstance(root, Op)):
-        kind = sorted_rows, divided, returned
-        other: Partition | None = state.other_partitions.get(kind)
-        if other is None or not other.modules.hold(root):
-            other = state.other_partitions[kind] = Partition(root, *kind)
-            other.name(state.place)
-        return other
-    return partition
-
-
-def _of_most_calls(root: Runnable) -> Partition:
-    state = root._of_process
     partition: Partition | None = state.partition
     if partition is None or not partition.modules.hold(root):
         partition = state.partition = Partition(root)
         partition.name(state.place)
         partition.warn_of_options()
+    sorted_rows = partition.may_be_sorted and "splits" in given
+    # the dtype of rows that a module returns is not known
+    divided = partition.mixed and casts is not None and (casts or len(partition.parts) > 1)
+    if sorted_rows or divided or (returned and not isinstance(root, Op)):
+        kind = sorted_rows, divided, returned
+        partition = state.other_partitions.get(kind)
+        if partition is None or not partition.modules.hold(root):
+            partition = state.other_partitions[kind] = Partition(root, *kind)
+            partition.name(state.place)
     return partition
 
 
@@ -168,9 +161,12 @@ def partition_of_call(
     """Return the partition of a module for a call with these arguments, which are checked; see `partition_for`."""
     casts = casts_rows(x) if _is_any_autocast_enabled() and isinstance(x, Tensor) else None
     partition = partition_for(root, inputs, returned, casts)
-    partition.check_inputs(x, inputs)
+    if not isinstance(x, Tensor):
+        raise not_a_tensor(partition.who, "x", x)
+    if inputs.keys() != partition.names or (inputs and False in [isinstance(t, Tensor) for t in inputs.values()]):
+        check_inputs(partition.who, partition.wanted, inputs, partition.provided)
     if parameters is not None:
-        partition.check_parameters(parameters)
+        check_parameters(partition.parameters, parameters)
     return partition
 
 
@@ -196,6 +192,10 @@ class Partition:
         The modules that it was made from. If they have changed, the partition does not hold.
     wanted : dict
         Each runtime input that the caller must give, with the ops that take it.
+    names : set of str
+        The names in `wanted`.
+    parameters : dict
+        For each parameter of the chains its op, and its name in the op.
     provided : dict
         Each value that an op provides, with the op's label.
     changes_rows : bool
@@ -232,10 +232,11 @@ class Partition:
         self.may_be_sorted = "splits" not in self.wanted and any(
             accepts_splits(m.module, m.joins) for m, row in zip(members, rows, strict=False) if row == (0, None)
         )
-        self._names = self.wanted.keys()
+        self.names = self.wanted.keys()
         self.exchanges = any(getattr(m.module, "exchanges", False) or getattr(m.module, "travels", ()) for m in members)
         chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
-        self._parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
+        self.parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
+        self._only_chain = chains[0] if len(chains) == len(self.parts) == 1 else None
         self._before: list[Callable[[], object]] = []  # to call before each run
         if self.exchanges:
             for _, op, ep in owners(root):
@@ -250,6 +251,8 @@ class Partition:
         """Run the parts on these rows, values and parameters by name; return the rows of the last part."""
         for prepare in self._before:
             prepare()
+        if self._only_chain is not None:  # most calls
+            return self._only_chain.run(x, named, options, parameters)
         counted = True
         for part in self.parts:
             x, counted = part.run(x, named, options, parameters, counted)
@@ -329,20 +332,9 @@ class Partition:
         """The module's name in errors."""
         return repr(self._root) if isinstance(self._root, Op) else "Sequential"
 
-    def check_inputs(self, x: Tensor, inputs: dict[str, Tensor]) -> None:
-        """Check that the caller gives exactly the runtime inputs that are wanted, as tensors."""
-        if not isinstance(x, Tensor):
-            raise not_a_tensor(self.who, "x", x)
-        if inputs.keys() != self._names or False in [isinstance(t, Tensor) for t in inputs.values()]:
-            check_inputs(self.who, self.wanted, inputs, self.provided)
-
     def check_names(self, given: Sequence[str]) -> None:
         """Check that the caller gives exactly the runtime inputs that are wanted."""
         check_names(self.who, self.wanted, given, self.provided)
-
-    def check_parameters(self, given: Parameters) -> None:
-        """Check that each parameter given with a call is taken by an op that has none of its own."""
-        check_parameters(self._parameters, given)
 
 
 def _shared_rows(group: Sequence[Member], among: Sequence[Boundary]) -> dict[int, str]:

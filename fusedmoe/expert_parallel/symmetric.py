@@ -113,10 +113,10 @@ class Symmetric(Engine):
             with self._reading(buffer):
                 begun = nothing if told is None else self._recorded()
                 for one in (*small, last):
-                    chosen, copy = None, self._copy_of_few(wanted, one.result) if one is last else None
+                    few, copy = None, self._copy_of_few(wanted, one.result) if one is last else None
                     if wanted is not None and copy is not None:
-                        chosen = wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
-                    _read({r: one.sources[r] for r in self._others()}, one.result, chosen, copy)
+                        few = copy, wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
+                    _read({r: one.sources[r] for r in self._others()}, one.result, few)
                     if one is last and told is not None:
                         write_word(told, 1)
                     waits.append(self._recorded())
@@ -160,7 +160,8 @@ class Symmetric(Engine):
                     if wanted is not None and copy is not None and chosen is None:
                         chosen = wanted.rows()
                     sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
-                    _read(sources, t.view(shape), chosen, copy)
+                    few = None if copy is None or chosen is None else (copy, chosen)
+                    _read(sources, t.view(shape), few)
                     waits.append(self._recorded())
             waits[-1] = self._until_done(waits[-1])
         return self._exchanged(tensors, received, waits, wanted)
@@ -310,16 +311,16 @@ def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         a.copy_(b)
 
 
-def _read(
-    sources: Mapping[int, Tensor], parts: Tensor, wanted: Tensor | None, copy: Callable[..., object] | None
-) -> None:
-    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...): all, or with ``copy`` those of
-    ``wanted`` (P, N).
+def _read(sources: Mapping[int, Tensor], parts: Tensor, few: tuple[Callable[..., object], Tensor] | None) -> None:
+    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...).
+
+    All rows, or with ``few`` the wanted ones (P, N), by this kernel.
     """
-    if wanted is None or copy is None:
+    if few is None:
         for rank, source in sources.items():
             parts[rank].copy_(source)
         return
+    copy, wanted = few
     rows = parts.shape[1]
     row_of = torch.where(wanted, torch.arange(rows, device=parts.device), rows)
     for rank, source in sources.items():

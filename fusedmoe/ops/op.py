@@ -362,7 +362,7 @@ class Op(Checked, Runnable):
         Tensor or (Tensor, dict of str to Tensor)
             The output, and for an op that provides values, these values by name.
         """
-        return caller.run(self, x, inputs, provides=self.provides)
+        return caller.run(self, x, inputs, None, self.provides)
 
     # The `forward` that does what `compute` does. An op whose class has another one is called as a module.
     forward_in_chain: ClassVar[Callable[..., Any]] = forward

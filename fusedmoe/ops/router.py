@@ -255,7 +255,7 @@ class Router(Op):
 
     def forward(self, x: Tensor) -> Routing:  # type: ignore[override]
         """Route tokens ``x`` (T, H)."""
-        _, values = caller.run(self, x, {}, provides=self.provides)  # without probs, which follow from the logits
+        _, values = caller.run(self, x, {}, None, self.provides)  # without probs, which follow from the logits
         logits_TE = values["router_logits"]
         with without_autocast(x.device):
             probs_TE = self._probs(self.scores(logits_TE))

@@ -1,4 +1,7 @@
-"""The imports of the package: no circle, the layers of docs/architecture.md, and a reason beside each late import."""
+"""The imports of the package: no circle, the layers of docs/architecture.md, and a reason beside each late import.
+
+Imports inside functions and imports for a type checker count too.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ ENGINE_MAY_IMPORT = (
     "fusedmoe.ops.state.random",
     "fusedmoe.kernels.options",
 )
-ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.rules")
+ENGINE_MUST_NOT_IMPORT = ("fusedmoe.ops", "fusedmoe.kernels", "fusedmoe.builtin_rules")
+KERNELS = ("fusedmoe.kernels",)
 
 # ---- the graph ----------------------------------------------------------------------------------------------------
 
@@ -32,6 +36,7 @@ class Import(NamedTuple):
     imported: str
     line: int
     in_function: bool
+    for_types: bool  # under ``if TYPE_CHECKING``
 
     def __str__(self) -> str:
         return f"{self.importer} -> {self.imported}"
@@ -47,14 +52,11 @@ SOURCES = {name: path.read_text("utf-8") for name, path in MODULES.items()}
 
 
 def imports_of(module: str) -> Iterator[Import]:
-    """The imports of modules of this package, except those for a type checker."""
+    """The imports of modules of this package."""
 
-    def visit(node: ast.AST, in_function: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, in_function: bool, for_types: bool) -> Iterator[Import]:
         found: list[str] = []
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            children: list[ast.AST] = list(node.orelse)
-        else:
-            children = list(ast.iter_child_nodes(node))
+        only_types = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
         if isinstance(node, ast.Import):
             found = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -70,12 +72,13 @@ def imports_of(module: str) -> Iterator[Import]:
             found = [name for name in MODULES if pattern != r"\w+" and re.fullmatch(pattern, name) and name != module]
         for name in dict.fromkeys(found):
             if name in MODULES:
-                yield Import(module, name, node.lineno, in_function)
+                yield Import(module, name, node.lineno, in_function, for_types)
         inside = in_function or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in children:
-            yield from visit(child, inside)
+        of_types = node.body if only_types else ()
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, inside, for_types or child in of_types)
 
-    return visit(ast.parse(SOURCES[module]), in_function=False)
+    return visit(ast.parse(SOURCES[module]), in_function=False, for_types=False)
 
 
 IMPORTS = [found for module in sorted(MODULES) for found in imports_of(module)]
@@ -95,12 +98,12 @@ def layer_name(module: str) -> str:
 
 
 def test_the_walk_finds_imports_of_every_kind():
-    found = {str(i): i.in_function for i in IMPORTS}
-    assert found["fusedmoe -> fusedmoe.layers.moe"] is False
-    assert found["fusedmoe.call.chain -> fusedmoe.call.settings"] is False  # from fusedmoe import settings
-    assert found["fusedmoe.commands.main -> fusedmoe.commands.tune"] is True  # by name
-    assert found["fusedmoe.kernels.rows.move.functions -> fusedmoe.kernels.rows.move.offsets"] is True
-    assert "fusedmoe.call.chain -> fusedmoe.fusion.report.data" not in found  # for a type checker
+    found = {str(i): (i.in_function, i.for_types) for i in IMPORTS}
+    assert found["fusedmoe -> fusedmoe.layers.moe"] == (False, False)
+    assert found["fusedmoe.call.chain -> fusedmoe.call.settings"] == (False, False)  # from fusedmoe import settings
+    assert found["fusedmoe.commands.main -> fusedmoe.commands.tune"] == (True, False)  # by name
+    assert found["fusedmoe.kernels.rows.move.functions -> fusedmoe.kernels.rows.move.offsets"] == (True, False)
+    assert found["fusedmoe.call.chain -> fusedmoe.fusion.report.data"] == (False, True)
 
 
 def test_every_module_has_a_layer():
@@ -148,6 +151,11 @@ def test_the_engine_imports_no_op_no_kernel_and_no_rule():
         for i in IMPORTS
         if of(i.importer, (ENGINE,)) and of(i.imported, ENGINE_MUST_NOT_IMPORT) and i.imported not in ENGINE_MAY_IMPORT
     }
+    assert found == set()
+
+
+def test_expert_parallelism_imports_no_kernel():
+    found = {str(i) for i in IMPORTS if of(i.importer, ("fusedmoe.expert_parallel",)) and of(i.imported, KERNELS)}
     assert found == set()
 
 
