@@ -36,7 +36,11 @@ def reader(*names: str) -> Callable[[], tuple[object, ...]]:
     if not isinstance(texts, dict):  # another implementation of Python
         return lambda: tuple([os.environ.get(name) for name in names])
     get, encoded = texts.get, [os.environ.encodekey(name) for name in names]
-    return lambda: tuple(map(get, encoded))
+
+    def read() -> tuple[object, ...]:
+        return tuple(map(get, encoded))
+
+    return read
 
 
 environment_state = reader("FUSEDMOE_DISABLE", "FUSEDMOE_DEBUG")

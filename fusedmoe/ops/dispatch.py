@@ -123,7 +123,7 @@ class Dispatch(Op):
         rows = self.rows(expert_index, local_rows)
         if local_rows is not None and rows > tokens * chosen:
             raise self.reject("local_rows", f"shape (R, 0), R at most {tokens * chosen}", local_rows.shape)
-        assert self.num_experts is not None, "placed() has set it"
+        assert self.num_experts is not None, "fusedmoe.call.placing has set it"
         return (
             TensorSpec((rows, x.shape[1]), x.dtype),
             TensorSpec((self.num_experts,), torch.int64),
@@ -136,7 +136,7 @@ class Dispatch(Op):
     def compute(
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, local_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        assert self.num_experts is not None, "placed() has set it"
+        assert self.num_experts is not None, "fusedmoe.call.placing has set it"
         slot_of_row, row_of_slot, splits = sort_by_expert(
             expert_index, self.num_experts, self.rows(expert_index, local_rows)
         )

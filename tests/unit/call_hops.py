@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import fusedmoe
 from test_import_graph import layers
+
+import fusedmoe
 
 PACKAGE = Path(fusedmoe.__file__).parent
 STAND_INS = str(Path(__file__).parent / "sm90_stand_ins.py")
@@ -35,6 +36,11 @@ def file_of(code):
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
 
 
+def is_part(code):
+    """Whether a frame is a part of a function: a comprehension, or a module's own code."""
+    return code.co_name.startswith("<") and code.co_name != "<lambda>"
+
+
 def frames_of(call):
     """The file, the function and the caller's file of each frame of the package in a call."""
     found, stand_ins = [], 0
@@ -45,11 +51,11 @@ def frames_of(call):
             return
         if frame.f_code.co_filename == STAND_INS:
             stand_ins += 1 if event == "call" else -1
-        elif event == "call" and not stand_ins and (file := file_of(frame.f_code)):
+        elif event == "call" and not stand_ins and (file := file_of(frame.f_code)) and not is_part(frame.f_code):
             caller = frame.f_back
             while caller is not None and file_of(caller.f_code) is None:
                 caller = caller.f_back
-            found.append((file, frame.f_code.co_qualname, None if caller is None else file_of(caller.f_code)))
+            found.append((file, frame.f_code.co_name, None if caller is None else file_of(caller.f_code)))
 
     sys.setprofile(note)
     try:

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import types
+from typing import get_args
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import distributed as dist
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.expert_parallel import group
 from fusedmoe.expert_parallel.engine import Pending
 
 REMEDY = "experts are spread over ranks by expert_parallel="
@@ -118,3 +120,7 @@ def test_an_infinite_largest_norm_computes_the_norm_alone(value):
     for wrong in (-1.0, float("nan"), -float("inf")):
         with pytest.raises(fm.InputError, match=r"max_norm: expected a number, 0 or more; math\.inf computes the norm"):
             fm.expert_parallel.clip_grad_norm_(layer, wrong)
+
+
+def test_the_type_of_engine_names_has_those_that_are_registered():
+    assert get_args(group.EngineName) == ("auto", *group.ENGINES)
