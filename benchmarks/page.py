@@ -9,9 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import activations, ep_model_page, ep_page, layer_page, mlp, recipes_page
+from benchmarks import activations, demo, ep_model_page, ep_page, layer_page, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
-from benchmarks.fp8 import training
 from benchmarks.results import ROOT
 from benchmarks.train import page as train_page
 
@@ -323,7 +322,9 @@ def load_seeds(folder: Path) -> list[dict[str, Any]]:
 
 def main() -> None:
     if compared := load_seeds(COMPARED):
-        print(training.draw(compared, PICTURES))
+        print(demo.draw(compared, PICTURES))
+    if of_all_recipes := load(COMPARED, "compare"):
+        print(demo.draw([of_all_recipes], PICTURES, demo.ALL_RECIPES))
     if trained := load(RESULTS, "train_recipes"):
         print(train_page.draw(trained, PICTURES))
     pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), RECIPES_PAGE: render_recipes()}

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import marked
-from benchmarks.fp8 import training
+from benchmarks import demo, marked
 from benchmarks.fp8.layers import (
     ACCUMULATED,
     BY_EXPERT,
@@ -191,7 +190,7 @@ def accuracy(found: Mapping[str, Any] | None, compared: Sequence[Mapping[str, An
         if rows:
             text += [ACCURACY.format(machine=found["machine"], commit=found["commit"]), table(head, rows) + "\n"]
     if compared:
-        text += [*([] if text else ["## Accuracy\n"]), training.section(compared)]
+        text += [*([] if text else ["## Accuracy\n"]), demo.section(compared)]
     return "\n".join(text)
 
 

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.demo import COLOURS
 from benchmarks.marked import table
 from benchmarks.train.recipes import STOCK_EXPERTS, last
 from benchmarks.train.run import HOPPER_TFLOPS
 from benchmarks.train.variants import OURS, OURS_COMPILED, STOCK, STOCK_COMPILED
-from fusedmoe.commands.demo.comparison import COLOURS
 
 INTRODUCTION = """\
 ## Training real models

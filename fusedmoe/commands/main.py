@@ -42,8 +42,8 @@ COMMANDS = {
     "demo": Command(
         "train a byte-level MoE language model in about two minutes",
         "Train a byte-level Mixture-of-Experts transformer on the reference text that CPython ships, and compare it "
-        "on held-out text with a byte-bigram model. --compare trains it under several numeric recipes.",
-        "; checkpoints already written are intact",
+        "on held-out text with a byte-bigram model.",
+        "; --resume continues from the last checkpoint",
         folder=True,
     ),
     "compile": Command(

@@ -4,8 +4,7 @@ import functools
 import itertools
 import json
 import re
-import tempfile
-from pathlib import Path
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +12,18 @@ import sm90_stand_ins
 import torch
 import torch.nn.functional as F
 
-from benchmarks import mlp, recipes, reference, shapes
+from benchmarks import demo, mlp, recipes, reference, shapes
 from benchmarks import page as benchmark_page
 from benchmarks.cases import worst_error
 from benchmarks.ceiling import Ceiling
-from benchmarks.fp8 import kernels, layers, page, products, quantize, run, training, unfused
+from benchmarks.fp8 import kernels, layers, page, products, quantize, run, unfused
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers import unfused_fp8
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from fusedmoe.base.machine import machine
 from fusedmoe.commands.bench.timing import CallTime
-from fusedmoe.commands.demo import comparison
 from fusedmoe.commands.demo.options import job_of
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.rows.quantize import block_functions
@@ -542,32 +539,36 @@ def test_the_page_has_the_parts_that_were_measured():
 
 
 def of_seed(seed, bits, steps=4):
-    """A comparison as ``fusedmoe demo --compare`` writes it: FP8 is worse by 1 % with seed 0, and as good with 1."""
-    outcomes = [
-        comparison.Outcome(recipe, [2.0] * steps, [(2, 2.0), (steps, bits * factor)], 1.0, 3.0)
-        for recipe, factor in (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        job = job_of({"device": "cpu", "steps": steps, "seed": seed})
-        return json.loads(comparison.write_results(Path(folder), outcomes, job).read_text())
+    """A comparison as `benchmarks.demo` writes it: FP8 is worse by 1 % with seed 0, and as good with 1."""
+    of_recipes = (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
+    runs = [
+        {
+            "recipe": name, "held_out_bits_per_byte": bits * factor, "gap_percent": (factor - 1) * 100,
+            "evaluations": [[2, 2.0], [steps, bits * factor]],
+        }
+        for name, factor in of_recipes
+    ]  # fmt: skip
+    job = asdict(job_of({"device": "cpu", "steps": steps, "seed": seed}))
+    head = {"machine": "a machine", "versions": {"torch": "2"}, "baseline": "bf16", "bigram_bits_per_byte": 3.0}
+    return head | {"runs": runs, "job": job}
 
 
 def test_losses_in_training_are_shown_by_seed(tmp_path):
     for name, compared in (("-seed-1", of_seed(1, 1.25)), ("", of_seed(0, 1.5))):
         (tmp_path / f"fp8-nvidia-h200{name}.json").write_text(json.dumps(compared))
     compared = benchmark_page.load_seeds(tmp_path)
-    text = training.section(compared)
+    text = demo.section(compared)
     assert "| recipe | seed 0 | seed 1 | gaps to `bf16` | their mean |" in text
     assert "| `bf16` | 1.500 | 1.250 |  |  |" in text
     assert "| `fp8_block` | 1.515 | 1.250 | +1.00, +0.00 % | +0.50 % |" in text
     assert "The largest gap of a seed is +1.00 %. Between seeds, `bf16` itself differs by up to 20.00 %." in text
     assert "after 4 steps" in text
-    assert machine(torch.device("cpu")) in text
-    picture = training.draw(compared, tmp_path)
+    assert "a machine, torch 2." in text
+    picture = demo.draw(compared, tmp_path)
     assert f"_static/{picture.name}" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="different jobs"):
-        training.section([compared[0], of_seed(1, 1.25, steps=5)])
+        demo.section([compared[0], of_seed(1, 1.25, steps=5)])
 
 
 def test_the_recipes_are_those_of_the_package():

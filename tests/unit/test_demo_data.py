@@ -1,4 +1,4 @@
-"""The text of the demo: what is held out is unseen, batches go on where they were, and the bigram model is one."""
+"""The text of the demo: what is held out is unseen, batches follow from the seed, and the bigram model is one."""
 
 import math
 from collections import Counter
@@ -7,8 +7,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from fusedmoe.commands.demo.data import Batches, bigram_bits_per_byte, chunks_of, load_split, unique_paragraphs
+from fusedmoe.commands.demo.data import (
+    batches,
+    bigram_bits_per_byte,
+    chunks_of,
+    load_split,
+    unique_paragraphs,
+    windows,
+)
+from fusedmoe.commands.demo.options import job_of
 
+GIVEN = {"device": "cpu", "steps": 7, "batch": 4}
 TEXT = torch.arange(200, dtype=torch.uint8)
 
 
@@ -59,28 +68,25 @@ def test_the_split_is_the_same_each_time_and_whatever_the_order_of_the_pages(spl
 
 
 def test_targets_are_the_inputs_one_byte_on():
-    inputs, targets = Batches(TEXT, batch=5, context=16, seed=0).next()
-    assert inputs.shape == targets.shape == (5, 16)
+    inputs, targets = windows(TEXT, torch.tensor([0, 7, 183]), 16)
+    assert inputs.shape == targets.shape == (3, 16)
     assert torch.equal(inputs + 1, targets)
+    assert inputs[:, 0].tolist() == [0, 7, 183]
     assert inputs.dtype == targets.dtype == torch.int64
 
 
 def test_every_window_of_the_text_can_come_up():
-    batches = Batches(TEXT[:12], batch=64, context=8, seed=0)
-    starts = {int(start) for _ in range(8) for start in batches.next()[0][:, 0]}
-    assert starts == {0, 1, 2, 3}
+    starts = batches(TEXT[:12], job_of(GIVEN | {"context": 8, "batch": 64}))
+    assert set(starts.flatten().tolist()) == {0, 1, 2, 3}
 
 
-def test_batches_depend_on_the_seed_and_go_on_from_a_state():
-    batches = Batches(TEXT, batch=4, context=8, seed=1)
-    batches.next()
-    state = batches.state()
-    expected = [batches.next()[0] for _ in range(3)]
+def test_batches_depend_on_the_seed_and_are_a_prefix_of_those_of_more_steps():
     torch.randn(10)  # the global generator is another one
-    other = Batches(TEXT, batch=4, context=8, seed=2)
-    assert not torch.equal(other.next()[0], Batches(TEXT, batch=4, context=8, seed=1).next()[0])
-    other.load_state(state)
-    assert all(torch.equal(other.next()[0], inputs) for inputs in expected)
+    job = GIVEN | {"context": 8}
+    starts = batches(TEXT, job_of(job))
+    assert starts.shape == (GIVEN["steps"], GIVEN["batch"])
+    assert torch.equal(starts, batches(TEXT, job_of(job | {"steps": 50}))[: GIVEN["steps"]])
+    assert not torch.equal(starts, batches(TEXT, job_of(job | {"seed": 1})))
 
 
 def test_bigram_agrees_with_counting_in_plain_python(split):

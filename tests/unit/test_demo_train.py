@@ -1,365 +1,277 @@
-"""Training in pieces is training in one piece, bit for bit; what goes wrong on the way leaves the last checkpoint."""
+"""The demo's training: AdamW with masters, figures that mean what they say, resumption bit for bit, errors."""
 
-import errno
-import io
-import os
-import re
-import signal
+import json
+import math
+from argparse import Namespace
+from itertools import pairwise
 
 import pytest
 import torch
-from rich.console import Console
+from torch import nn
 
-from fusedmoe.commands.demo import checkpoint, files, train
-from fusedmoe.commands.demo import run as demo_run
+import fusedmoe as fm
+from benchmarks import demo as compare
+from fusedmoe.call import settings
+from fusedmoe.commands.demo import command
+from fusedmoe.commands.demo.command import printable, sample, verdict
 from fusedmoe.commands.demo.data import Split, load_split
-from fusedmoe.commands.demo.errors import DemoError, InterruptedRunError, UsageError
-from fusedmoe.commands.demo.history import History
-from fusedmoe.commands.demo.options import Call, Job, job_of
-from fusedmoe.commands.demo.progress import Bar, Lines, load_bars, progress_on
+from fusedmoe.commands.demo.model import ByteTransformer
+from fusedmoe.commands.demo.options import CPU_DEFAULTS, GPU_DEFAULTS, Job, job_of
+from fusedmoe.commands.demo.train import (
+    BETAS,
+    WEIGHT_DECAY,
+    MasterAdamW,
+    Trainer,
+    bits_per_byte,
+    learning_rate,
+    resumed,
+    train,
+)
 
 TINY = {
-    "layers": 2,
-    "hidden": 16,
-    "heads": 2,
-    "experts": 4,
-    "top_k": 2,
-    "intermediate": 16,
-    "context": 16,
-    "batch": 4,
-    "steps": 6,
-    "device": "cpu",
-    "dtype": "float32",
-}
+    "layers": 1, "hidden": 32, "heads": 2, "experts": 4, "top_k": 2, "intermediate": 32, "context": 10, "batch": 4,
+    "steps": 16, "device": "cpu", "dtype": "float32",
+}  # fmt: skip
+WHOLE = load_split()
+LITTLE = Split(train=WHOLE.train[:50_000], held_out=WHOLE.held_out[:500])
 
 
-@pytest.fixture(autouse=True)
-def _little_text():
-    whole = load_split()
-    little = Split(train=whole.train[:50_000], held_out=whole.held_out[:3_000])
-    with pytest.MonkeyPatch.context() as patch:  # one of its own, which a test's undo leaves alone
-        patch.setattr(demo_run, "load_split", lambda: little)
-        yield
+# The optimizer
 
 
-def demo(folder, *, given=None, **call):
-    console = Console(file=io.StringIO(), width=200)
-    settings = {"eval_interval": 3, "checkpoint_interval": 2, "sample_bytes": 0} | call
-    status = demo_run.run(TINY | (given or {}), Call(output=folder, **settings), console)
-    return status, console.file.getvalue()
+def gradients_into(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
 
 
-def state_in(folder):
-    return checkpoint.load(folder)
+def test_learning_rate_warms_up_peaks_and_falls_to_a_twentieth():
+    rates = [learning_rate(step, 100, 2.0) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert max(rates) == 2.0
+    assert all(later < earlier for earlier, later in pairwise(rates[5:]))
+    assert rates[-1] == pytest.approx(0.1, rel=0.05)
+    assert learning_rate(0, 1, 2.0) == 2.0
 
 
-def assert_same(a, b, path="state"):
-    assert type(a) is type(b), path
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            if key != "seconds":  # how long it took is the one thing that differs
-                assert_same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{path}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, path
-        assert torch.equal(a, b), path
-    else:
-        assert a == b, path
+def test_float32_is_plain_adamw_with_decay_on_matrices_alone():
+    torch.manual_seed(0)
+    model, expected = nn.Linear(4, 3), nn.Linear(4, 3)
+    expected.load_state_dict(model.state_dict())
+    ours = MasterAdamW(model)
+    groups = [
+        {"params": [expected.weight], "weight_decay": WEIGHT_DECAY},
+        {"params": [expected.bias], "weight_decay": 0.0},
+    ]
+    plain = torch.optim.AdamW(groups, lr=0.01, betas=BETAS)
+    for step in range(3):
+        gradients_into(model, step)
+        gradients_into(expected, step)
+        ours.step(0.01)
+        plain.step()
+    torch.testing.assert_close(model.weight, expected.weight)
+    torch.testing.assert_close(model.bias, expected.bias)
+    assert model.weight.grad is None
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"router": "sigmoid", "bias_rate": 0.1},
-        {"dropout": 0.3},
-        {"dtype": "bfloat16", "activation": "gpt_oss", "layers": 1},
-        *(pytest.param(of, marks=pytest.mark.slow) for of in ({"dtype": "bfloat16"}, {"activation": "gpt_oss"})),
-    ],
-    ids=["plain", "sigmoid", "dropout", "both", "bfloat16", "gpt_oss"],
-)
-def test_three_steps_and_three_more_are_six_bit_for_bit(tmp_path, given):
-    demo(tmp_path / "whole", given=given)
-    status, text = demo(tmp_path / "pieces", given=given, stop_at=3)
-    assert status == 0
-    assert "continue with: fusedmoe demo --resume --output" in text
-    assert state_in(tmp_path / "pieces")["step"] == 3
-    torch.manual_seed(123)  # what happened to the generator in between must not matter
-    _, text = demo(tmp_path / "pieces", given=given, resume=True)
-    assert "Resuming after step 3 of 6" in text
-    assert "Not bit for bit" not in text
-    whole = state_in(tmp_path / "whole")
-    assert whole["step"] == 6
-    assert len(whole["history"]["losses"]) == len(whole["history"]["loads"]) == 6
-    assert [step for step, _ in whole["history"]["evaluations"]] == [3, 6]
-    assert_same(whole, state_in(tmp_path / "pieces"))
+def test_a_long_gradient_is_clipped_and_its_norm_returned():
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.tensor([[30.0]])
+    optimizer = MasterAdamW(model)
+    assert float(optimizer.step(0.0)) == 30.0
+    moment = optimizer.state_dict()["adamw"]["state"][0]["exp_avg"]
+    torch.testing.assert_close(moment, torch.tensor([[1 - BETAS[0]]]))
 
 
-def test_a_seed_is_a_run_and_another_seed_is_another(tmp_path):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        demo(tmp_path / name, given={"seed": seed, "steps": 2})
-    a, b, c = (state_in(tmp_path / name) for name in "abc")
-    assert_same(a, b)
-    assert not torch.equal(a["model"]["embedding.weight"], c["model"]["embedding.weight"])
-    assert not torch.equal(a["history"]["losses"], c["history"]["losses"])
+def test_updates_too_small_for_a_bfloat16_weight_add_up():
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    optimizer = MasterAdamW(model)
+    for _ in range(20):
+        model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
+        optimizer.step(1e-3)  # an eighth of what bfloat16 can tell from 1
+    assert model.weight.item() == pytest.approx(0.98, abs=4e-3)
 
 
-def test_resuming_a_finished_run_trains_nothing_and_reports_again(tmp_path):
-    demo(tmp_path)
-    before = state_in(tmp_path)
-    status, text = demo(tmp_path, resume=True)
-    assert status == 0
-    assert "0 steps, " in text
-    assert_same(before, state_in(tmp_path))
+# Evaluation and sample
 
 
-def test_too_little_memory_is_said(tmp_path, monkeypatch):
-    def no_memory(self):
-        torch.empty(2**50)
-
-    monkeypatch.setattr(train.Trainer, "train_step", no_memory)
-    with pytest.raises(DemoError, match="out of memory on cpu; choose a smaller --batch"):
-        demo(tmp_path)
-
-
-def test_by_default_half_the_threads_are_used(monkeypatch):
-    for available, used in ((1, 1), (2, 1), (3, 1), (8, 4), (64, 8)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda available=available: available)
-        assert job_of({"device": "cpu"}).threads == used
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    model = ByteTransformer(job_of(TINY | {"dropout": 0.5}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
 
 
-def test_more_steps_can_be_asked_of_a_finished_run(tmp_path):
-    demo(tmp_path)
-    _, text = demo(tmp_path, given={"steps": 8}, resume=True)
-    assert "Not bit for bit the result of an uninterrupted run: --steps was 6, is 8" in text
-    assert state_in(tmp_path)["step"] == 8
-    with pytest.raises(UsageError, match=r"--steps 3: the checkpoint has 8 steps already"):
-        demo(tmp_path, given={"steps": 3}, resume=True)
+@pytest.mark.parametrize("length", [2, 10, 11, 12, 95])
+def test_bits_per_byte_predicts_every_byte_but_the_first_once(model, length):
+    text = LITTLE.held_out[:length]
+    bits = bits_per_byte(model, text)
+    assert model.training
+    model.eval()
+    nats = []
+    with torch.no_grad():
+        for position in range(1, length):
+            start = (position - 1) // 10 * 10
+            logits, _ = model(text[None, start:position].long())
+            nats.append(-logits[0, -1].double().log_softmax(-1)[int(text[position])])
+    assert bits == pytest.approx(float(sum(nats)) / (length - 1) / math.log(2), rel=1e-5)
 
 
-def test_other_sizes_than_the_checkpoint_s_are_refused(tmp_path):
-    demo(tmp_path, stop_at=1)
-    with pytest.raises(
-        UsageError, match=r"--experts 8: the checkpoint was made with --experts 4; leave out the option"
-    ):
-        demo(tmp_path, given={"experts": 8}, resume=True)
-    assert state_in(tmp_path)["step"] == 1
+def test_a_model_that_knows_nothing_needs_eight_bits(model):
+    torch.nn.init.zeros_(model.embedding.weight)
+    assert bits_per_byte(model, LITTLE.held_out) == pytest.approx(8.0, rel=1e-6)
 
 
-def test_a_checkpoint_that_does_not_fit_the_model_is_refused(tmp_path):
-    demo(tmp_path, stop_at=1)
-    state = state_in(tmp_path)
-    del state["model"]["norm.weight"]
-    checkpoint.save(tmp_path, state)
-    with pytest.raises(DemoError, match="does not fit the model"):
-        demo(tmp_path, resume=True)
+def test_a_sample_depends_on_its_seed_alone(model):
+    state = torch.get_rng_state()
+    text = sample(model, b"The ", 30)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.randn(3)
+    assert sample(model, b"The ", 30) == text
+    assert text.startswith(b"The ")
+    assert len(text) == 34
+    assert printable(b"a\x1b[31mb\r\tc\x00\nd \xc3\xbc \xff\xe2\x80\xae") == "a�[31mb��c�\nd ü ��"
 
 
-def test_another_torch_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "made_with", lambda: {"torch": "0.4"})
-    demo(tmp_path, stop_at=1)
-    monkeypatch.undo()
-    _, text = demo(tmp_path, resume=True)
-    assert "Not bit for bit the result of an uninterrupted run: torch was 0.4, is " in text
+def test_the_verdict():
+    assert "Below the bigram model by 1.500" in verdict(2.0, 3.5)
+    assert "NOT below" in verdict(3.5, 3.5)
 
 
-def test_the_number_of_threads_is_the_checkpoint_s_unless_given(tmp_path, monkeypatch):
-    used = []
-    train_step = train.Trainer.train_step
-    monkeypatch.setattr(
-        train.Trainer, "train_step", lambda self: (used.append(torch.get_num_threads()), train_step(self))
-    )
-    before = torch.get_num_threads()
-    demo(tmp_path, given={"threads": 2}, stop_at=2)
-    torch.set_num_threads(1)
-    try:
-        demo(tmp_path, resume=True, stop_at=4)
-        _, text = demo(tmp_path, given={"threads": 1}, resume=True)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
-    assert used == [2, 2, 2, 2, 1, 1]
-    assert "Not bit for bit the result of an uninterrupted run: --threads was 2, is 1" in text
+# The loop
 
 
-def test_a_new_run_keeps_the_checkpoint_of_the_one_before(tmp_path):
-    demo(tmp_path, given={"seed": 1})
-    _, text = demo(tmp_path, given={"seed": 2}, stop_at=1)
-    assert "kept as" in text
-    assert torch.load(tmp_path / "checkpoint.previous.pt", weights_only=True)["step"] == 6
+def trained(folder, **given):
+    folder.mkdir()
+    trainer = Trainer(job_of(TINY | given), LITTLE)
+    train(trainer, folder, lambda line: None)
+    return trainer
 
 
-def test_a_full_disk_in_mid_training_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    fsync = os.fsync
-    calls = []
-
-    def full_disk(descriptor):
-        calls.append(descriptor)
-        if len(calls) > 12:  # six for a checkpoint: those of steps 0 and 2 are written
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(files.os, "fsync", full_disk)
-    with pytest.raises(DemoError, match="the disk is full"):
-        demo(tmp_path)
-    monkeypatch.undo()
-    assert state_in(tmp_path)["step"] == 2
-    demo(tmp_path, resume=True)
-    demo(tmp_path / "whole")
-    assert_same(state_in(tmp_path), state_in(tmp_path / "whole"))
+def test_a_run_learns_and_has_as_many_results_as_steps(tmp_path):
+    lines = []
+    trainer = Trainer(job_of(TINY | {"steps": 60, "batch": 16, "lr": 1e-2}), LITTLE)
+    train(trainer, tmp_path, lines.append)
+    assert sum(trainer.losses[-10:]) < sum(trainer.losses[:10]) - 10
+    assert len(trainer.losses) == len(trainer.loads) == 60
+    assert {tuple(load.shape) for load in trainer.loads} == {(1, 4)}
+    assert [step for step, _ in trainer.evaluations] == [8, 16, 24, 32, 40, 48, 56, 60]
+    assert 30 <= len(lines) <= 45
+    assert lines[-1] == f"step 60/60  held-out {trainer.evaluations[-1][1]:.3f} bits/byte"
 
 
-def test_a_full_disk_shows_before_the_first_step(tmp_path, monkeypatch):
-    def full_disk(descriptor):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.3}, {"dtype": "bfloat16", "recipe": "mxfp8"}])
+def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, monkeypatch, changes):
+    whole = trained(tmp_path / "whole", **changes)
+    train_step = Trainer._train_step
 
-    def no_step(self):
-        raise AssertionError("trained although the disk is full")
+    def interrupted(self):
+        if self.step == 11:
+            raise KeyboardInterrupt
+        return train_step(self)
 
-    monkeypatch.setattr(files.os, "fsync", full_disk)
-    monkeypatch.setattr(train.Trainer, "train_step", no_step)
-    with pytest.raises(DemoError, match="the disk is full"):
-        demo(tmp_path)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_ends_the_step_saves_and_says_how_to_go_on(tmp_path, monkeypatch, number):
-    train_step = train.Trainer.train_step
-
-    def interrupted_in_step_4(self):
-        if self.step == 3:
-            signal.raise_signal(number)
-        train_step(self)
-
-    earlier = signal.getsignal(number)
-    monkeypatch.setattr(train.Trainer, "train_step", interrupted_in_step_4)
-    with pytest.raises(InterruptedRunError, match=r"stopped after step 4 of 6.*continue with: fusedmoe demo") as caught:
-        demo(tmp_path)
-    assert caught.value.exit_code == 128 + number
-    assert signal.getsignal(number) is earlier
-    monkeypatch.undo()
-    assert state_in(tmp_path)["step"] == 4
-    demo(tmp_path, resume=True)
-    demo(tmp_path / "whole")
-    assert_same(state_in(tmp_path), state_in(tmp_path / "whole"))
-
-
-def test_a_second_ctrl_c_stops_at_once_and_leaves_the_last_checkpoint(tmp_path, monkeypatch):
-    def interrupted_twice(self):
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(train.Trainer, "train_step", interrupted_twice)
+    monkeypatch.setattr(Trainer, "_train_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        demo(tmp_path)
-    assert state_in(tmp_path)["step"] == 0
+        trained(tmp_path / "pieces", **changes)
+    monkeypatch.undo()
+    job, state = resumed(tmp_path / "pieces", changes)
+    assert state["step"] == 10
+    pieces = Trainer(job, LITTLE)
+    pieces.load(state)
+    train(pieces, tmp_path / "pieces", lambda line: None)
+    assert pieces.losses == whole.losses
+    assert pieces.evaluations == whole.evaluations
+    assert all(torch.equal(a, b) for a, b in zip(pieces.model.parameters(), whole.model.parameters(), strict=True))
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
-    train_step = train.Trainer.train_step
-
-    def broken_in_step_4(self):
-        if self.step == 3:
-            torch.nn.init.constant_(self.model.norm.weight, float("nan"))
-        train_step(self)
-
-    monkeypatch.setattr(train.Trainer, "train_step", broken_in_step_4)
-    with pytest.raises(DemoError, match=r"step 4 gave a loss of nan.*--lr below 0\.003"):
-        demo(tmp_path)
-    assert state_in(tmp_path)["step"] == 2
+def test_only_steps_and_device_may_change(tmp_path):
+    trained(tmp_path / "run")
+    job, _ = resumed(tmp_path / "run", {"steps": 20, "device": "cpu", "seed": 0})
+    assert job == job_of(TINY | {"steps": 20})
+    for given, message in (
+        ({"experts": 8}, "--experts 8: the checkpoint was made with --experts 4"),
+        ({"steps": 3}, "--steps 3: the checkpoint has 16 steps already"),
+    ):
+        with pytest.raises(fm.InputError, match=message):
+            resumed(tmp_path / "run", given)
 
 
-def test_results_read_late_are_the_same(tmp_path, monkeypatch):
-    demo(tmp_path / "each")
-    monkeypatch.setattr(train.Trainer, "results_due", property(lambda self: False))  # as on a GPU, between its readings
-    demo(tmp_path / "late")
-    assert_same(state_in(tmp_path / "each"), state_in(tmp_path / "late"))
+def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
+    step = MasterAdamW.step
+    monkeypatch.setattr(MasterAdamW, "step", lambda self, rate: step(self, rate) * math.inf)
+    with pytest.raises(fm.InputError, match=r"--lr 0\.003: no finite loss up to step 1; choose a lower one"):
+        trained(tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
 
 
-def test_sixty_steps_learn_something(tmp_path):
-    _, text = demo(tmp_path, given={"steps": 60, "batch": 8, "lr": 1e-2}, eval_interval=60)
-    losses = state_in(tmp_path)["history"]["losses"]
-    assert losses[-10:].mean() < losses[:10].mean() - 1.0
-    assert "How the experts of a layer run:" in text
-    assert "bits per byte; the byte-bigram model: " in text
+# The command, and several recipes
 
 
-def test_the_balancing_bias_is_used_with_the_sigmoid_router_alone(tmp_path):
-    assert job_of({"router": "sigmoid", "device": "cpu"}).aux_loss == 0
-    assert job_of({"device": "cpu"}).aux_loss > 0
-    demo(tmp_path / "a", given={"router": "sigmoid", "bias_rate": 0.0})
-    demo(tmp_path / "b", given={"router": "sigmoid", "bias_rate": 0.5})
-    a, b = (state_in(tmp_path / name)["history"] for name in "ab")
-    assert torch.equal(a["loads"][0], b["loads"][0])
-    assert not torch.equal(a["loads"][1:], b["loads"][1:])
+def test_every_forward_pass_is_under_the_recipe_of_the_job(tmp_path, monkeypatch, capsys):
+    forward, seen = ByteTransformer.forward, []
+
+    def noted(self, bytes_BS):
+        seen.append((self.training, len(bytes_BS), settings.current().recipe.name))
+        return forward(self, bytes_BS)
+
+    monkeypatch.setattr(ByteTransformer, "forward", noted)
+    monkeypatch.setattr(command, "load_split", lambda: LITTLE)
+    monkeypatch.setattr(command, "SAMPLE_BYTES", 3)
+    given = TINY | {"recipe": "mxfp8", "output": tmp_path / "run", "resume": False}
+    assert command.run(Namespace(**given)) == 0
+    assert settings.current() == settings.Settings()
+    assert {recipe for *_, recipe in seen} == {"mxfp8"}
+    assert [training for training, *_ in seen].count(True) == TINY["steps"]
+    assert "float32, recipe mxfp8, seed 0" in capsys.readouterr().out
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["job"]["recipe"] == "mxfp8"
+    assert results["held_out_bits_per_byte"] == results["evaluations"][-1][1]
+
+
+def test_recipes_are_compared_with_everything_else_equal(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "load_split", lambda: LITTLE)
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
+    compare.main(["bf16,mxfp8", *options, "--output", str(tmp_path)])
+    found = json.loads((tmp_path / "compare.json").read_text())
+    plain, quantized = found["runs"]
+    assert (found["baseline"], plain["gap_percent"]) == ("bf16", 0)
+    ratio = quantized["held_out_bits_per_byte"] / plain["held_out_bits_per_byte"]
+    assert quantized["gap_percent"] == pytest.approx((ratio - 1) * 100)
+    assert 0 < abs(quantized["gap_percent"]) < 5
+    assert plain["evaluations"] == [list(e) for e in trained(tmp_path / "alone").evaluations]
+    assert f"| `mxfp8` | {quantized['held_out_bits_per_byte']:.3f} |" in capsys.readouterr().out
+    assert compare.draw([found], tmp_path).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hidden": 30}, r"--hidden 30 with --heads 4.*multiple of 8"),
-        ({"top_k": 9}, r"--top-k 9 with --experts 8"),
+        ({"hidden": 30}, r"--hidden 30: must be a multiple of 8"),
+        ({"top_k": 9}, r"--top-k 9: must be at most --experts 8"),
         ({"layers": 0}, r"--layers 0: must be 1 or more"),
         ({"lr": float("nan")}, r"--lr nan"),
         ({"lr": -1.0}, r"--lr -1\.0: must be more than 0"),
         ({"dropout": 1.0}, r"--dropout 1\.0"),
-        ({"aux_loss": -0.1}, r"--aux-loss -0\.1"),
         ({"seed": -1}, r"--seed -1"),
         ({"dtype": "float8"}, r"--dtype float8: choose from float32, bfloat16"),
-        ({"device": "toaster"}, r"--device toaster: not a device"),
-        ({"device": "meta"}, r"--device meta: choose cpu or cuda"),
-        ({"device": "cuda:99"}, r"--device cuda:99: torch finds no such GPU"),
+        ({"device": "toaster"}, r"--device toaster: choose cpu or cuda"),
+        ({"recipe": "fp3"}, r"--recipe fp3: choose from bf16, "),
     ],
 )
 def test_bad_values_are_named_with_what_is_possible(given, message):
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(fm.InputError, match=message):
         job_of({"device": "cpu"} | given)
 
 
-def test_a_context_longer_than_the_text_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"--context 10000000: the held-out text allows at most \d+"):
-        demo(tmp_path, given={"context": 10_000_000})
+def test_a_context_longer_than_the_text_is_refused():
+    with pytest.raises(fm.InputError, match=r"--context 10000000: the held-out text allows at most \d+"):
+        Trainer(job_of(TINY | {"context": 10_000_000}), LITTLE)
 
 
 def test_defaults_are_complete_and_good_on_both_devices():
-    from fusedmoe.commands.demo.options import CPU_DEFAULTS, GPU_DEFAULTS
-
-    Job(**CPU_DEFAULTS, device="cpu", threads=2).check()
-    Job(**GPU_DEFAULTS, device="cpu", threads=2).check()
-
-
-def history_of(steps):
-    load = torch.tensor([[10, 20, 30, 40]], dtype=torch.int32)
-    return History(losses=[4.0] * steps, loads=[load] * steps, evaluations=[])
-
-
-def test_the_bar_shows_loss_rate_and_load():
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
-    with progress_on(console, 0, 1000, 10_000) as progress:
-        assert isinstance(progress, Bar)
-        progress.update(1, 0.5, history_of(1))
-        progress.evaluated(1, 3.25)
-        progress.update(2, 1.0, history_of(2))
-    text = console.file.getvalue()
-    assert "step    1/1000  held-out 3.250 bits/byte" in text
-    assert re.search(r"   2/1000 loss 4.00 bits/byte 20,000 tokens/s load [▁-█]{4} \S+", text)
-
-
-def test_elsewhere_lines_are_printed_now_and_then():
-    console = Console(file=io.StringIO(), width=140)
-    steps = 480
-    with progress_on(console, 0, steps, 1000) as progress:
-        assert isinstance(progress, Lines)
-        for step in range(1, steps + 1):
-            progress.update(step, step * 0.1, history_of(step))
-    lines = console.file.getvalue().splitlines()
-    assert 20 <= len(lines) <= 30
-    assert lines[-1] == "step 480/480  loss 4.00 bits/byte  10,000 tokens/s  busiest expert 1.60x its share"
-
-
-def test_load_bars_are_in_the_middle_where_balanced():
-    assert load_bars(torch.tensor([0.0, 1.0, 2.0, 9.0]), "12345") == "1355"
+    Job(**CPU_DEFAULTS, device="cpu").check()
+    Job(**GPU_DEFAULTS, device="cpu").check()

@@ -1,5 +1,5 @@
 """``fusedmoe demo``: train a byte-level Mixture-of-Experts transformer on the reference text that CPython ships.
 
-``run`` trains one model: ``options``, ``data``, ``model``, ``train``, ``evaluate``, ``checkpoint``, ``progress`` and
-``report`` are its parts. ``compare`` trains one model per numeric recipe; ``comparison`` reports the results.
+``options`` (the job), ``data`` (the text), ``model``, ``train`` (optimizer, loop, evaluation, checkpoint) and
+``command`` (the printed text and the written files). `python -m benchmarks.demo` trains a job under several recipes.
 """

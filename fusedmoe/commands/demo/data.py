@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fusedmoe.commands.demo.options import Job
+
 VOCABULARY = 256  # every byte is a token
 CHUNK_BYTES = 2048  # the unit of the split: contiguous text of about this size
 HELD_OUT_EVERY = 10  # one chunk in ten is held out
@@ -73,39 +75,16 @@ def _as_tensor(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-class Batches:
-    """An endless stream of random windows of a text, resumable from :meth:`state`.
+def batches(text: torch.Tensor, job: Job) -> torch.Tensor:
+    """Return the first bytes of the windows of all steps, (steps, batch): random, and the same for the same seed."""
+    generator = torch.Generator().manual_seed(job.seed)
+    return torch.randint(len(text) - job.context, (job.steps, job.batch), generator=generator, device="cpu")
 
-    Parameters
-    ----------
-    text : Tensor
-        (bytes,) uint8, longer than ``context``.
-    batch : int
-        Windows per batch.
-    context : int
-        Bytes per input; a window has one more, the last target.
-    seed : int
-        Seed of the stream's own generator.
-    """
 
-    def __init__(self, text: torch.Tensor, batch: int, context: int, seed: int) -> None:
-        self._windows = text.unfold(0, context + 1, 1)  # (bytes - context, context + 1), a view
-        self._batch = batch
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and next-byte targets, each (batch, context) int64 on the CPU."""
-        starts = torch.randint(len(self._windows), (self._batch,), generator=self._generator, device="cpu")
-        window = self._windows[starts].long()
-        return window[:, :-1], window[:, 1:]
-
-    def state(self) -> torch.Tensor:
-        """Return the generator's state, a uint8 tensor."""
-        return self._generator.get_state()
-
-    def load_state(self, state: torch.Tensor) -> None:
-        """Restore what :meth:`state` returned."""
-        self._generator.set_state(state)
+def windows(text: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the inputs and next-byte targets of the windows that begin at ``starts``, each (batch, context) int64."""
+    window = text.unfold(0, context + 1, 1)[starts].long()
+    return window[:, :-1], window[:, 1:]
 
 
 def bigram_bits_per_byte(train: torch.Tensor, held_out: torch.Tensor, smoothing: float = 0.05) -> float:

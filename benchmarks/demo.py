@@ -1,19 +1,34 @@
-"""Losses in training, a part of docs/fp8.md: from the results of ``fusedmoe demo --compare``, one file per seed."""
+"""``python -m benchmarks.demo RECIPE,...``: train the demo under several recipes, with everything else equal.
+
+The result files, one per seed, are in ``results/demo/``. Their losses are a part of docs/fp8.md and of docs/recipes.md.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fusedmoe.commands.demo.comparison import COLOURS
+import torch
 
-PICTURE = "fp8-training.png"
+import fusedmoe as fm
+from fusedmoe.base.machine import machine, versions
+from fusedmoe.commands.demo.command import describe
+from fusedmoe.commands.demo.data import bigram_bits_per_byte, load_split
+from fusedmoe.commands.demo.options import add_job_arguments, given_of, job_of
+from fusedmoe.commands.demo.train import Trainer, train
+
+# The colour-blind-safe palette of Okabe and Ito, without yellow, which is hard to see on white.
+COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7")
+PICTURE, ALL_RECIPES = "fp8-training.png", "demo-compare.png"
 TEXT = """\
 ### In training, in the demo
 
-Held-out bits per byte of the demo's language model after {steps} steps, with everything else equal (`fusedmoe demo
---compare`): {layers} layers of {experts} experts, {top_k} of them per token, hidden {hidden}, intermediate
+Held-out bits per byte of the demo's language model after {steps} steps, with everything else equal (`python -m
+benchmarks.demo`): {layers} layers of {experts} experts, {top_k} of them per token, hidden {hidden}, intermediate
 {intermediate}, steps of {tokens} bytes. {machine}, torch {torch}.
 """
 PLOT = """\
@@ -21,6 +36,32 @@ PLOT = """\
 
 The largest gap of a seed is {largest:+.2f} %. Between seeds, `{baseline}` itself differs by up to {spread:.2f} %.
 """
+
+
+def run(names: Sequence[str], given: Mapping[str, Any], folder: Path) -> Path:
+    """Train the job under each recipe, in subfolders; write ``compare.json`` after each, and return its path."""
+    split = load_split()
+    bigram, path = bigram_bits_per_byte(split.train, split.held_out), folder / "compare.json"
+    runs: list[dict[str, Any]] = []
+    for name in names:
+        job = job_of({**given, "recipe": name})
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        print(f"\nRecipe {len(runs) + 1} of {len(names)}: {name}")
+        with fm.recipe(name):
+            trainer = Trainer(job, split)
+            describe(trainer, split, bigram)
+            train(trainer, folder / name)
+        bits = trainer.evaluations[-1][1]
+        runs.append({
+            "recipe": name, "held_out_bits_per_byte": bits, "training_seconds": trainer.seconds,
+            "gap_percent": (bits / (runs[0]["held_out_bits_per_byte"] if runs else bits) - 1) * 100,
+            "evaluations": trainer.evaluations,
+        })  # fmt: skip
+        head = {"machine": machine(torch.device(job.device)), "versions": versions(), "baseline": names[0]}
+        of_job = {key: value for key, value in dataclasses.asdict(job).items() if key != "recipe"}
+        results = head | {"bigram_bits_per_byte": bigram, "runs": runs, "job": of_job}
+        path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return path
 
 
 def section(compared: Sequence[Mapping[str, Any]]) -> str:
@@ -59,7 +100,7 @@ def recipes(compared: Sequence[Mapping[str, Any]]) -> list[str]:
     return [run["recipe"] for run in compared[0]["runs"]]
 
 
-def draw(compared: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+def draw(compared: Sequence[Mapping[str, Any]], folder: Path, picture: str = PICTURE) -> Path:
     """Draw held-out loss and gap over steps, a line per recipe and seed; needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -78,15 +119,32 @@ def draw(compared: Sequence[Mapping[str, Any]], folder: Path) -> Path:
             gaps.plot(steps, [(value / base[step] - 1) * 100 for step, value in curve], **style)
     for percent in (-1, 1):
         gaps.axhline(percent, color="tab:gray", linewidth=0.8, linestyle="--")
-    losses.set(title="Held-out text; one line per seed", ylabel="bits per byte")
+    losses.set(title="Held-out text" + ("; one line per seed" if len(compared) > 1 else ""), ylabel="bits per byte")
     gaps.set(title=f"Gap to {baseline} of the same seed; dashed: 1 %", ylabel="percent", xlabel="step")
     for axes in (losses, gaps):
         axes.grid(alpha=0.3)
         axes.legend()
     folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / PICTURE, dpi=120)
-    return folder / PICTURE
+    figure.savefig(folder / picture, dpi=120)
+    return folder / picture
 
 
 def _run(of_seed: Mapping[str, Any], recipe: str) -> Mapping[str, Any]:
     return next(run for run in of_seed["runs"] if run["recipe"] == recipe)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
+    parser.add_argument("recipes", help="names with commas between them; the first is the baseline")
+    add_job_arguments(parser)
+    parser.add_argument("--output", type=Path, default=Path("fusedmoe-demo"), metavar="DIR", help="(%(default)s)")
+    options = parser.parse_args(argv)
+    if "recipe" in given_of(options):
+        parser.error("--recipe: the first argument names the recipes")
+    found = run(options.recipes.split(","), given_of(options), options.output)
+    print("\n" + section([json.loads(found.read_text(encoding="utf-8"))]).partition("\n\n![")[0])
+    print("written to", found)
+
+
+if __name__ == "__main__":
+    main()
