@@ -27,7 +27,7 @@ from benchmarks.results import ROOT, machine, write
 from benchmarks.train import models as train_models
 from benchmarks.train import recipes as train_recipes
 from benchmarks.train import run as train_run
-from fusedmoe.commands.bench.timing import GpuTimer
+from fusedmoe.commands.timing import GpuTimer
 
 WITHOUT_GPU = ("host", "ep", "ep-model")
 SECTIONS = (

@@ -60,7 +60,6 @@ class Ours:
     """The kernels, and `fm.Sequential`, to be called in `products_of_torch`."""
 
     name = OURS
-    packages = ("fusedmoe.kernels.sm90.products",)
 
     def scaled_activation(self, problem: Problem) -> Candidate:
         p, scale = problem.preactivation, problem.row_scale
@@ -80,7 +79,6 @@ class InPyTorch:
     """The ops of this package without any rule."""
 
     name = PLAIN
-    packages: tuple[str, ...] = ()
 
     def scaled_activation(self, problem: Problem) -> Candidate:
         act, scale, p, s = *_ops(problem), problem.preactivation, problem.row_scale

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from benchmarks.ceiling import Ceiling
 from benchmarks.problem import Problem
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import CallTime, Timer, memory_of, times_of
+from fusedmoe.commands.timing import CallTime, Timer, memory_of, times_of, why_not
 
 OURS = "fusedmoe"
 WRONG = 0.008  # limit of the relative error, in norm; bf16 rounding in two products gives about 0.005
@@ -52,17 +51,14 @@ class Candidate:
 
 
 class Peer(Protocol):
-    """A participant: its `name`, the modules that it needs (`packages`), and one method per case.
+    """A participant: its `name`, and one method per case.
 
     The method is named after the case's key. It takes a `Problem` and returns a `Candidate`, or None if the peer does
-    not take part for this problem. The method imports the peer's packages.
+    not take part for this problem. The method imports the peer's package.
     """
 
     @property
     def name(self) -> str: ...
-
-    @property
-    def packages(self) -> tuple[str, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +120,7 @@ def run_case(
                 if case.keeps and problem.device.type == "cuda":
                     memory[peer.name] = memory_of(candidate.call, problem.device)
             except Exception as raised:  # noqa: BLE001 reported in the peer's row
-                notes[peer.name] = why_not(raised, peer.packages)
+                notes[peer.name] = why_not(raised)
                 continue
             wrong = not error < WRONG
             notes[peer.name] = f"wrong: relative error {error:.2g}" if wrong else candidate.note

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 CEILING_SIZE = 8192
 COPY_BYTES = 1 << 30

@@ -13,7 +13,7 @@ from torch import Tensor
 import fusedmoe as fm
 from benchmarks.parts import Variant, compare, lines
 from fusedmoe.commands.bench.layer import OURS
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 ONE_LINEAR, TWO_LINEARS = "torch.compile, gate and up as one linear", "torch.compile, gate and up as two linears"
 

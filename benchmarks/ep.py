@@ -34,8 +34,7 @@ from benchmarks.peers import all_to_all
 from benchmarks.shapes import Shape
 from fusedmoe.commands.bench.layer import activate, relative_error
 from fusedmoe.commands.bench.measure import WRONG
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import CallTime, Timer, memory_of
+from fusedmoe.commands.timing import CallTime, Timer, memory_of, why_not
 from fusedmoe.expert_parallel.group import EngineName
 
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
@@ -321,7 +320,7 @@ def agreed(prepare: Callable[[], Candidate]) -> tuple[Candidate | None, str]:
     try:
         candidate = prepare()
     except Exception as raised:  # noqa: BLE001 reported in the candidate's row
-        note = why_not(raised, ())
+        note = why_not(raised)
     notes: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(notes, note)
     note = next((told for told in notes if told), "")

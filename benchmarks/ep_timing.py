@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import distributed as dist
 
-from fusedmoe.commands.bench.timing import CallTime, GpuTimer, Timer
+from fusedmoe.commands.timing import CallTime, GpuTimer, Timer
 
 
 def slowest(value: float) -> float:

@@ -19,7 +19,7 @@ from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.results import write
 from benchmarks.shapes import Shape, aligned_splits, splits
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchCompiled, TorchEager
 from benchmarks.peers.quack import Quack
 from benchmarks.problem import Problem
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 
 def fc1_flops(problem: Problem) -> float:

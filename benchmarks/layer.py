@@ -15,11 +15,11 @@ import torch
 import fusedmoe as fm
 from benchmarks.cases import geometric_mean
 from benchmarks.launches import launches, summary
+from benchmarks.peers.sonic import SONIC, SONIC_TUNED
 from benchmarks.shapes import Shape
-from fusedmoe.commands.bench.layer import COMPILED, OURS, OURS_PEER, SONIC, SONIC_TUNED, Peer, Sizes, Work
+from fusedmoe.commands.bench.layer import COMPILED, OURS, OURS_PEER, Peer, Sizes, Work
 from fusedmoe.commands.bench.measure import CASES, Prepared, call_of, lines, plan, prepare, timed
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer, why_not
 
 SHAPES = ("sonic-7b-n256", "qwen3-30b-a3b", "sonic-30b-n1024", "sonic-7b-n1024")  # those of SonicMoE's own table
 UNFUSED = "unfused"
@@ -78,7 +78,7 @@ def _launches(work: Work, prepared: Prepared) -> dict[str, dict[str, Any]]:
         try:
             of_cases = {case: summary(launches(call_of(case, candidate, work), work.device)) for case in CASES}
         except Exception as raised:  # noqa: BLE001 a failing profiler must not discard the measurements
-            print(f"  {name}: launches not counted: {why_not(raised, ())}")
+            print(f"  {name}: launches not counted: {why_not(raised)}")
             continue
         if name != OURS:
             for of_case in of_cases.values():

@@ -15,7 +15,7 @@ from benchmarks.cases import release
 from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
 from benchmarks.results import write
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 PARTS: dict[str, Callable[[Timer, torch.device], dict[str, Any]]] = {"router": router.measure, "dense": dense.measure}
 

@@ -43,7 +43,7 @@ fusedmoe bench --hidden 256 --intermediate 128 --experts 8 --top-k 2 --tokens 51
 ```
 
 It compares the layer with the same layer in plain torch: `F.grouped_mm` on sorted rows, the same under `torch.compile`
-(on a GPU), and a loop over the experts. SonicMoE and QuACK take part where they are installed. All of them get the same
+(on a GPU), and a loop over the experts. All of them get the same
 tokens, weights and gradient, choose the K largest logits, and are compared with fp64 before they are timed. The table
 has medians and quartiles for inference, for forward with autograd, and for forward + backward. On a GPU it also has the
 host time, the memory kept for backward, and the peak memory.

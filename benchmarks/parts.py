@@ -12,8 +12,7 @@ from torch import Tensor
 from benchmarks.launches import launches, summary
 from fusedmoe.commands.bench.layer import relative_error
 from fusedmoe.commands.bench.measure import FORWARD, STEP, WRONG
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer, memory_of, times_of
+from fusedmoe.commands.timing import Timer, memory_of, times_of, why_not
 
 LIMIT = WRONG[torch.bfloat16.itemsize]
 
@@ -68,7 +67,7 @@ def compare(makers: Mapping[str, Callable[[], Variant]], timer: Timer, device: t
             results = zip(("output", *variant.leaves), got, variant.exact(), strict=True)
             errors[name] = {what: relative_error(a, b) for what, a, b in results}
         except Exception as raised:  # noqa: BLE001 reported in the candidate's row
-            notes[name] = why_not(raised, ())
+            notes[name] = why_not(raised)
             continue
         worst = max(errors[name].values())
         notes[name] = "" if worst < LIMIT else f"wrong: relative error {worst:.2g}"

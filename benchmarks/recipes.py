@@ -19,7 +19,7 @@ from torch import Tensor
 import fusedmoe as fm
 from benchmarks.peers.ours import sequential
 from benchmarks.problem import Problem
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 from fusedmoe.numerics.formats import Delayed
 from fusedmoe.numerics.recipes import FP8Tensor
 

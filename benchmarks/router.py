@@ -18,7 +18,7 @@ import fusedmoe as fm
 from benchmarks.parts import PartRow, Variant, compare, lines
 from fusedmoe.commands.bench.layer import OURS, Sizes, Work, our_layer, route
 from fusedmoe.commands.bench.measure import STEP
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 SIZES = Sizes(hidden=2048, intermediate=128, experts=128, top_k=8, tokens=32768)
 TORCH, IN_LAYER = "torch", f"{OURS}, in the layer, by difference"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.commands.bench.timing import Timer
+from fusedmoe.commands.timing import Timer
 
 ROUTED = "fusedmoe + router"
 IMPLEMENTATIONS = ("fusedmoe", ROUTED, "grouped_mm", "eager")

@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.timing import why_not
 from fusedmoe.kernels.build import compiler
 
 if TYPE_CHECKING:
@@ -83,5 +83,5 @@ def _build(kernel: Kernel) -> str:
     try:
         compiler.build(kernel)
     except Exception as raised:  # noqa: BLE001 reported, and the other kernels are compiled
-        return why_not(raised, ())
+        return why_not(raised)
     return ""

@@ -34,8 +34,7 @@ from benchmarks.reference import glu
 from benchmarks.shapes import Shape, splits
 from fusedmoe.commands.bench.layer import OURS, Candidate, Leaves, Reference, Sizes, Work, our_layer, relative_error
 from fusedmoe.commands.bench.measure import check
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer, memory_of, times_of
+from fusedmoe.commands.timing import Timer, memory_of, times_of, why_not
 
 if TYPE_CHECKING:
     from fusedmoe.fusion.report.data import Explanation
@@ -172,7 +171,7 @@ def measure(
             if right:
                 subjects[recipe] = subject
         except Exception as raised:  # noqa: BLE001 reported in the rows of the recipe
-            notes[recipe] = why_not(raised, ())
+            notes[recipe] = why_not(raised)
             release(device)
     del exact
     release(device)
@@ -307,7 +306,7 @@ def _memory(
             try:
                 found[recipe] = memory_of(call, device)
             except Exception as raised:  # noqa: BLE001 reported in the recipe's row
-                notes[recipe] = f"memory of {case} not measured: {why_not(raised, ())}"
+                notes[recipe] = f"memory of {case} not measured: {why_not(raised)}"
     return found
 
 
@@ -318,7 +317,7 @@ def _kernels(subjects: Mapping[str, Subject], device: torch.device) -> dict[str,
         try:
             found[recipe] = summary(launches(call_of(STEP, subject, recipe), device))
         except Exception as raised:  # noqa: BLE001 a failing profiler must not discard the measurements
-            found[recipe] = {"note": why_not(raised, ())}
+            found[recipe] = {"note": why_not(raised)}
     return found
 
 

@@ -23,8 +23,7 @@ from benchmarks.fp8.quantize import BLOCK, E4M3, Form, dequantized
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers.ours import Ours
 from benchmarks.problem import Problem
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer, times_of
+from fusedmoe.commands.timing import Timer, times_of, why_not
 from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.quantize import block_functions
@@ -159,7 +158,7 @@ def _measured(
                 call = checked.call
             errors[name] = worst_error(case, problem, checked)
         except Exception as raised:  # noqa: BLE001 reported in the product's row
-            notes[name] = why_not(raised, ())
+            notes[name] = why_not(raised)
             continue
         wrong = not errors[name] < WRONG[name]
         notes[name] = f"wrong: relative error {errors[name]:.2g}" if wrong else None

@@ -16,8 +16,7 @@ from torch import Tensor
 from benchmarks.ceiling import Ceiling
 from benchmarks.problem import ROW_SCALE, Problem
 from fusedmoe.commands.bench.layer import relative_error
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer, times_of
+from fusedmoe.commands.timing import Timer, times_of, why_not
 from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.rows.quantize import block_functions
 
@@ -65,7 +64,7 @@ def measure(problem: Problem, timer: Timer, top: Ceiling) -> list[dict[str, Any]
             forms = case.call()
             errors[name], written[name] = case.error(forms), sum(t.nbytes for form in forms for t in form)
         except Exception as raised:  # noqa: BLE001 reported in the kernel's row
-            rows[name] = QuantizeRow(name, (), why_not(raised, ()))
+            rows[name] = QuantizeRow(name, (), why_not(raised))
             continue
         wrong = not errors[name] < WRONG
         rows[name] = QuantizeRow(

@@ -19,8 +19,7 @@ from benchmarks.fp8 import kernels, layers, products, quantize, unfused
 from benchmarks.problem import Problem
 from benchmarks.results import write
 from benchmarks.shapes import Shape
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import GpuTimer, Timer
+from fusedmoe.commands.timing import GpuTimer, Timer, why_not
 
 QUANTIZE = UNFUSED = "qwen3-30b-a3b"
 PRODUCTS = ("qwen3-30b-a3b", "deepseek-v3-ep32")
@@ -99,7 +98,7 @@ def run(
         try:
             yield
         except Exception as raised:  # noqa: BLE001 recorded, and the run goes on
-            found["failed"][name] = {"why": why_not(raised, ()), "traceback": traceback.format_exc()}
+            found["failed"][name] = {"why": why_not(raised), "traceback": traceback.format_exc()}
             print(f"  {name} failed:\n{traceback.format_exc()}", flush=True)
         release(device)
         found["seconds"][name] = round(time.perf_counter() - begin, 2)

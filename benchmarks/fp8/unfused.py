@@ -22,8 +22,7 @@ from benchmarks.peers.plain import TorchCompiled
 from benchmarks.peers.unfused_fp8 import UnfusedFp8
 from benchmarks.problem import Problem
 from fusedmoe.commands.bench.layer import OURS
-from fusedmoe.commands.bench.peers import why_not
-from fusedmoe.commands.bench.timing import Timer, times_of
+from fusedmoe.commands.timing import Timer, times_of, why_not
 
 WRONG = 0.25  # limit of the relative error, in norm
 OURS_IN_FP8 = f"{OURS}, fp8_block"
@@ -106,7 +105,7 @@ def _measured(case: Any, problem: Problem, timer: Timer) -> list[PeerRow]:
             candidate = getattr(peer, case.key)(problem)
             errors[peer.name] = worst_error(case, problem, candidate)
         except Exception as raised:  # noqa: BLE001 reported in the peer's row
-            notes[peer.name] = why_not(raised, ())
+            notes[peer.name] = why_not(raised)
             continue
         wrong = not errors[peer.name] < WRONG
         notes[peer.name] = f"wrong: relative error {errors[peer.name]:.2g}" if wrong else ""

@@ -16,7 +16,6 @@ class DeepGemm:
     """Plain products."""
 
     name = "DeepGEMM"
-    packages = ("deep_gemm",)
 
     def fc1(self, problem: Problem) -> Candidate:
         return self._gemm(problem.x, problem.weight1, problem)

@@ -17,7 +17,6 @@ class Ours:
     """The functions of `fusedmoe.kernels.sm90.products`, and `fm.Sequential`."""
 
     name = OURS
-    packages = ("fusedmoe.kernels.sm90.products",)
 
     def fc1_activation(self, problem: Problem) -> Candidate:
         f, a, x, w, b = _functions(), problem.activation, problem.x, problem.weight1, problem.bias1

@@ -24,7 +24,6 @@ class TorchCompiled:
     """The cases with pointwise functions; these are compiled."""
 
     name = COMPILED
-    packages: tuple[str, ...] = ()
 
     def fc1_activation(self, problem: Problem) -> Candidate:
         pointwise = self._pointwise(bias_glu, problem)

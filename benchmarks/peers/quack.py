@@ -15,7 +15,63 @@ from torch import Tensor
 from benchmarks.cases import Candidate
 from benchmarks.peers.plain import leaves_of
 from benchmarks.problem import Problem
-from fusedmoe.commands.bench.peers import deinterleave, interleave, quack_expert_mlp, quack_interface
+
+
+def interleave(t: Tensor, dim: int = -1) -> Tensor:
+    """Turn ``[gate | up]`` along ``dim`` into alternating features."""
+    dim %= t.dim()
+    halves: Tensor = t.unflatten(dim, (2, -1))
+    return halves.transpose(dim, dim + 1).flatten(dim, dim + 1).contiguous()
+
+
+def deinterleave(t: Tensor, dim: int = -1) -> Tensor:
+    """Invert `interleave`."""
+    dim %= t.dim()
+    pairs: Tensor = t.unflatten(dim, (-1, 2))
+    return pairs.transpose(dim, dim + 1).flatten(dim, dim + 1)
+
+
+def quack_interface() -> Any:
+    """Return ``quack.gemm_interface``."""
+    from quack import gemm_interface
+
+    return gemm_interface
+
+
+def quack_expert_mlp(activation: str, tuned: bool) -> Callable[..., Tensor]:
+    """Return ``mlp(x, weight1, weight2, bias1, bias2, cu_seqlens, ones)``: QuACK's fastest chain on sorted rows.
+
+    The steps are those of SonicMoE without gather and combine. ``x`` (R, H), ``weight1`` (E, 2 I, H) with alternating
+    gate and up rows, ``weight2`` (E, H, I), biases or None, ``cu_seqlens`` (E + 1,) int32. QuACK has no kernel for the
+    gradient of a bias, so it is a product with ``ones`` (R, 8), which reads the gradient of the output once.
+    """
+    q = quack_interface()
+
+    class ExpertMlp(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx: Any, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, cu: Tensor, ones: Tensor
+        ) -> Tensor:
+            p, a = q.gemm_gated(x, w1.mT, bias=b1, activation=activation, cu_seqlens_m=cu, tuned=tuned)
+            ctx.save_for_backward(x, w1, w2, p, cu, ones)
+            return q.gemm(a, w2.mT, bias=b2, cu_seqlens_m=cu, tuned=tuned)  # type: ignore[no-any-return]
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            x, w1, w2, p, cu, ones = ctx.saved_tensors
+            # SonicMoE also uses the static scheduler
+            how = {"activation": activation, "dynamic_scheduler": False, "tuned": tuned}
+            dp, a = q.gemm_dgated(dy, w2, p, cu_seqlens_m=cu, **how)
+            dw2 = q.gemm(dy.mT, a, cu_seqlens_k=cu, tuned=tuned)
+            dw1 = q.gemm(dp.mT, x, cu_seqlens_k=cu, tuned=tuned)
+            dx = q.gemm(dp, w1, cu_seqlens_m=cu, tuned=tuned)
+            db1 = db2 = None
+            if ones is not None:
+                db1, db2 = (q.gemm(d.mT, ones, cu_seqlens_k=cu, tuned=tuned)[..., 0] for d in (dp, dy))
+            return dx, dw1, dw2, db1, db2, None, None
+
+    return ExpertMlp.apply
+
 
 _INTERLEAVED = {"preactivation": -1, "grad_preactivation": -1, "grad_weight1": 0, "grad_bias1": 0}
 
@@ -29,7 +85,6 @@ class Quack:
     """``tuned`` autotunes for each shape (almost a minute each) instead of using the default configurations."""
 
     name = "QuACK"
-    packages = ("quack",)
 
     def __init__(self, tuned: bool = False) -> None:
         self.tuned = tuned

@@ -31,8 +31,6 @@ PAD = 128
 class UnfusedFp8:
     """The expert MLP; ``once`` quantizes the weights before the timed calls."""
 
-    packages: tuple[str, ...] = ()
-
     def __init__(self, once: bool = False) -> None:
         self.once = once
         self.name = "torch FP8 by rows, compiled" + (", weights quantized before" if once else "")

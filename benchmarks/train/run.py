@@ -19,7 +19,7 @@ from benchmarks.train.steps import Job, Run, moe_ms, train
 from benchmarks.train.text import sequences
 from benchmarks.train.variants import STOCK, VARIANTS, Ready, Variant, made
 from fusedmoe.base.machine import versions
-from fusedmoe.commands.bench.peers import why_not
+from fusedmoe.commands.timing import why_not
 
 STEPS, ROUNDS, SKIPPED = 10, 3, 2  # steps per round, of which the first are not timed
 SUSTAINED_S = 60.0  # of load before the first timed step, since a GPU lowers its clock
@@ -170,5 +170,5 @@ def _attempt(call: Callable[[], None]) -> str:
     try:
         call()
     except Exception as raised:  # noqa: BLE001
-        return why_not(raised, ("sonicmoe", "quack", "liger_kernel"))
+        return why_not(raised)
     return ""

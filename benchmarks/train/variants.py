@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.commands.bench.peers import sonic_modules
+from benchmarks.peers.sonic import sonic_modules
 
 
 @dataclass(frozen=True)

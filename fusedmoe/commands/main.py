@@ -72,10 +72,9 @@ COMMANDS = {
         "downloads nothing.",
     ),
     "bench": Command(
-        "compare an MoE layer of your sizes with plain torch and other installed libraries",
+        "compare an MoE layer of your sizes with the same layer in plain torch",
         "Measure time and memory of one MoE layer with its router, forward and forward + backward. Compares it with "
-        "the same layer in plain torch (on a GPU also compiled), and in SonicMoE and QuACK if installed. On a CPU, "
-        "choose small sizes.",
+        "the same layer in plain torch, on a GPU also compiled. On a CPU, choose small sizes.",
         folder=True,
     ),
 }

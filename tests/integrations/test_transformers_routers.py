@@ -16,7 +16,7 @@ import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 from benchmarks import page, stack
 from fusedmoe.base.log import forget_said
-from fusedmoe.commands.bench.timing import CpuTimer
+from fusedmoe.commands.timing import CpuTimer
 from fusedmoe.integrations.transformers import router_kinds, routers
 
 # their routers compute logits in fp32, so that the choice is the same; DeepSeek-V3's, and others

@@ -2,22 +2,20 @@
 
 import functools
 import json
-import sys
+import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from peers_in_torch import quack_in_torch, sonic_in_torch
 
 import fusedmoe
 from fusedmoe.base.errors import InputError
+from fusedmoe.commands import timing
 from fusedmoe.commands.bench import command as bench_cli
-from fusedmoe.commands.bench import layer, measure, timing
-from fusedmoe.commands.bench.layer import Candidate, Peer, Reference, Sizes, Work
-from fusedmoe.commands.bench.peers import interleave
-from fusedmoe.commands.bench.timing import CallTime
+from fusedmoe.commands.bench import layer, measure
+from fusedmoe.commands.bench.layer import Peer, Reference, Sizes, Work
 from fusedmoe.commands.main import main
+from fusedmoe.commands.timing import CallTime
 from fusedmoe.layers.moe import ACTIVATIONS
 from fusedmoe.numerics.recipes import resolve
 
@@ -80,53 +78,6 @@ def test_all_gradients_are_those_of_ours(name):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def sonic(monkeypatch, request):
-    """Stand-ins of QuACK and SonicMoE; the functional module of the latter."""
-    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
-    stand_ins = sonic_in_torch(getattr(request, "param", None))
-    for module, stand_in in stand_ins.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
-    return stand_ins["sonicmoe.functional"]
-
-
-@pytest.mark.usefixtures("sonic")
-@pytest.mark.parametrize("name", ["quack", "sonic"])
-def test_the_adapters_give_peers_the_same_work(name):
-    w = work()
-    candidate = getattr(layer, name)(w)
-    assert worst_error(candidate, w) < 2e-6
-    (got,) = torch.autograd.grad(candidate.forward(), candidate.leaves.router, w.dy)
-    ours = layer.ours(w)
-    (expected,) = torch.autograd.grad(ours.forward(), ours.leaves.router, w.dy)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(NotImplementedError, match="geglu"):
-        getattr(layer, name)(work("geglu"))
-
-
-def test_configurations_are_chosen_in_every_call(sonic):
-    """The candidates with and without tuning take turns."""
-    w = work()
-    default, tuned = layer.sonic(w), layer.sonic(w, tuned=True)
-    for candidate in (default, tuned, default):
-        candidate.forward()
-    with torch.no_grad():
-        tuned.inference()
-    assert sonic.calls == [(False, False), (True, False), (False, False), (True, True)]
-
-
-@pytest.mark.parametrize("sonic", [torch.bfloat16], indirect=True)
-def test_other_choices_of_experts_are_counted_and_are_no_error(sonic):
-    w = work(tokens=400, experts=16)
-    candidate = layer.sonic(w)
-    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
-    chosen, exact = candidate.chosen().sort().values, w.index.sort().values
-    assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
-    assert 0 < rerouted < 40
-    # the weights of the chosen experts are rounded with their logits
-    assert max(errors.values()) < 0.02
-
-
 def test_the_operations_of_a_layer():
     assert Sizes(**SIZES).forward_flops == 2 * 40 * 2 * 32 * 16 * 3
     assert Sizes(**SIZES, activation="squared_relu").forward_flops == 2 * 40 * 2 * 32 * 16 * 2
@@ -151,7 +102,7 @@ def changed(change):
         lambda w, c: c._replace(forward=lambda: torch.zeros_like(w.x) * c.forward()),
         lambda w, c: c._replace(forward=lambda: c.forward() * torch.nan),
         # the right result, and gradients in another order
-        lambda w, c: c._replace(alternating=True),
+        lambda w, c: c._replace(restored=lambda t: t.flip(0)),
     ],
     ids=["a percent off", "zeros", "nan", "order of rows"],
 )
@@ -184,15 +135,11 @@ def test_weights_are_quantized_in_every_call():
 # -- peers
 
 
-def test_what_a_peer_lacks_or_raises_is_its_note():
-    def absent(w):
-        raise ModuleNotFoundError("No module named 'sonicmoe'", name="sonicmoe")
-
+def test_an_exception_of_a_peer_is_its_note():
     def raises(w):
         raise RuntimeError("no such tile\nand more of it")
 
     peers = (
-        Peer("absent", absent, ("sonicmoe",)),
         Peer("raises", raises),
         Peer("for GPUs", raises, devices=("cuda",)),
         Peer("fusedmoe", layer.ours),
@@ -200,7 +147,7 @@ def test_what_a_peer_lacks_or_raises_is_its_note():
     )
     rows = rows_of(work(), *peers)
     of_forward = {row.name: row for row in rows if row.case == measure.FORWARD}
-    assert set(of_forward) == {"absent", "raises", "fusedmoe", "torch loop"}
+    assert set(of_forward) == {"raises", "fusedmoe", "torch loop"}
     assert of_forward["raises"].note == "RuntimeError: no such tile"
     loop = of_forward["torch loop"]
     assert (loop.ms, loop.quartiles_ms, loop.ours_is) == (2, (1.5, 2.5), 2)
@@ -208,7 +155,6 @@ def test_what_a_peer_lacks_or_raises_is_its_note():
     step = next(row for row in rows if row.case == measure.STEP and row.name == "torch loop")
     assert step.tflops == pytest.approx(3 * loop.tflops)
     text = measure.lines(rows)
-    assert text[-1] == "not installed, so not measured: absent"
     assert text[0].split() == ["inference", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
     assert next(line for line in text if "torch loop" in line).split()[2:7] == [
         "2.000",
@@ -288,19 +234,12 @@ def test_the_command_refuses_what_it_cannot_do(arguments, said, capsys, monkeypa
     assert said in capsys.readouterr().err
 
 
-def test_a_wheel_has_all_that_it_needs():
-    """`benchmarks/` is not in it."""
+def test_the_package_has_no_benchmarks_and_no_peers():
+    """Neither is in the wheel."""
     for file in Path(fusedmoe.__file__).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        assert "import benchmarks" not in text, file
-        assert "from benchmarks" not in text, file
-
-
-def test_interleaved_weights_are_the_work():
-    w = work()
-    candidate = Candidate(lambda: w.x, w.leaves(alternating=True), lambda: w.index, alternating=True)
-    assert torch.equal(candidate.leaves.weight1, interleave(w.weight1, 1))
-    assert torch.equal(candidate.leaves.weight1[:, 1], w.weight1[:, SIZES["intermediate"]])
+        for other in ("benchmarks", "quack", "sonicmoe", "liger_kernel", "deep_gemm"):
+            assert not re.search(rf"^\s*(import|from) {other}\b", text, re.MULTILINE), file
 
 
 @pytest.mark.parametrize(("device", "memory"), [("cuda", "GPU"), ("cpu", "machine")])

@@ -23,8 +23,8 @@ from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from fusedmoe.commands.bench.timing import CallTime
 from fusedmoe.commands.demo.options import job_of
+from fusedmoe.commands.timing import CallTime
 from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.rows.quantize import block_functions
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad

@@ -15,9 +15,13 @@ from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
 from benchmarks.launches import Launch
 from benchmarks.parts import Variant
+from benchmarks.peers import sonic as sonic_peer
+from benchmarks.peers.sonic import SONIC
 from benchmarks.shapes import Shape
-from fusedmoe.commands.bench.layer import OURS, SONIC, Sizes
-from fusedmoe.commands.bench.timing import CallTime
+from fusedmoe.commands.bench import layer as bench_layer
+from fusedmoe.commands.bench import measure
+from fusedmoe.commands.bench.layer import OURS, Reference, Sizes, Work
+from fusedmoe.commands.timing import CallTime
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
@@ -51,6 +55,65 @@ def stand_ins(monkeypatch, eager):
     monkeypatch.setattr(
         layer_run, "PARTS", {name: functools.partial(of, sizes=sizes[name]) for name, of in small.items()}
     )
+
+
+# -- SonicMoE
+
+
+def work(**sizes):
+    small = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}
+    return Work(Sizes(**small | sizes), torch.float32, CPU)
+
+
+def worst_error(candidate, w):
+    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
+    assert set(errors) == {"y", "x", "router", "weight1", "weight2"}
+    assert rerouted == 0
+    return max(errors.values())
+
+
+@pytest.fixture
+def sonic(monkeypatch, request):
+    """Stand-ins of QuACK and SonicMoE; the functional module of the latter."""
+    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
+    stand_ins = sonic_in_torch(getattr(request, "param", None))
+    for module, stand_in in stand_ins.items():
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    return stand_ins["sonicmoe.functional"]
+
+
+@pytest.mark.usefixtures("sonic")
+def test_the_adapter_gives_sonicmoe_the_same_work():
+    w = work()
+    candidate = sonic_peer.sonic(w)
+    assert worst_error(candidate, w) < 2e-6
+    (got,) = torch.autograd.grad(candidate.forward(), candidate.leaves.router, w.dy)
+    ours = bench_layer.ours(w)
+    (expected,) = torch.autograd.grad(ours.forward(), ours.leaves.router, w.dy)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_configurations_are_chosen_in_every_call(sonic):
+    """The candidates with and without tuning take turns."""
+    w = work()
+    default, tuned = sonic_peer.sonic(w), sonic_peer.sonic(w, tuned=True)
+    for candidate in (default, tuned, default):
+        candidate.forward()
+    with torch.no_grad():
+        tuned.inference()
+    assert sonic.calls == [(False, False), (True, False), (False, False), (True, True)]
+
+
+@pytest.mark.parametrize("sonic", [torch.bfloat16], indirect=True)
+def test_other_choices_of_experts_are_counted_and_are_no_error(sonic):
+    w = work(tokens=400, experts=16)
+    candidate = sonic_peer.sonic(w)
+    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
+    chosen, exact = candidate.chosen().sort().values, w.index.sort().values
+    assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
+    assert 0 < rerouted < 40
+    # the weights of the chosen experts are rounded with their logits
+    assert max(errors.values()) < 0.02
 
 
 # -- shapes

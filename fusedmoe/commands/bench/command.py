@@ -1,4 +1,4 @@
-"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and other libraries."""
+"""``fusedmoe bench``: compare one MoE layer of given sizes with the same layer in plain torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fusedmoe.base.machine import machine, versions
 from fusedmoe.base.progress import counted
 from fusedmoe.commands.bench.layer import OURS, PEERS, Peer, Sizes, Work
 from fusedmoe.commands.bench.measure import CASES, as_data, lines, measure, plan
-from fusedmoe.commands.bench.timing import CpuTimer, GpuTimer, Timer
 from fusedmoe.commands.sizes import required_sizes
+from fusedmoe.commands.timing import CpuTimer, GpuTimer, Timer
 from fusedmoe.layers.moe import ACTIVATIONS
 from fusedmoe.numerics.recipes import BF16, resolve
 

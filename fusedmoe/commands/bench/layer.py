@@ -1,4 +1,4 @@
-"""One MoE layer, router included, in each implementation: ours, plain torch, and the peers.
+"""One MoE layer, router included, in each implementation: ours and plain torch. `benchmarks` adds other libraries.
 
 All implementations get the same tokens, weights and output gradient. They route in the same way: the K largest logits,
 and the softmax of these.
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe.call import settings
-from fusedmoe.commands.bench.peers import deinterleave, interleave, quack_expert_mlp, sonic_modules
 from fusedmoe.layers.moe import ACTIVATIONS, MoE
 from fusedmoe.numerics.recipes import BF16, Recipe, shortest
 from fusedmoe.ops import GLU
@@ -67,7 +66,8 @@ class Candidate(NamedTuple):
     leaves: Leaves  # the tensors that ``forward`` uses
     chosen: Callable[[], Tensor]  # returns the experts that its router chooses, (T, K) in any order
     inference: Callable[[], Tensor] | None = None  # replaces ``forward`` where autograd does not record
-    alternating: bool = False  # whether ``weight1`` has alternating gate and up rows
+    # converts an expert's gradient of ``weight1`` to the layout of the work
+    restored: Callable[[Tensor], Tensor] = lambda t: t
     note: str = ""  # a remark for the comparison with the others
 
 
@@ -103,9 +103,9 @@ class Work:
         """Return the rows per expert, (E,), on the CPU."""
         return rows_per_expert(self.index, self.sizes.experts)
 
-    def leaves(self, alternating: bool = False) -> Leaves:
-        """Return new leaves, which share memory with the operands if their layouts agree."""
-        weight1 = interleave(self.weight1, 1) if alternating else self.weight1
+    def leaves(self, weight1: Tensor | None = None) -> Leaves:
+        """Return new leaves, which share memory with the operands; ``weight1`` may have another layout."""
+        weight1 = self.weight1 if weight1 is None else weight1
         return Leaves(*[t.detach().requires_grad_() for t in (self.x, self.router, weight1, self.weight2)])
 
 
@@ -226,66 +226,22 @@ def torch_compiled(work: Work) -> Candidate:
     return torch_grouped(work, torch.compile(sorted_layer, dynamic=False, fullgraph=True))
 
 
-def quack(work: Work) -> Candidate:
-    """Return QuACK's kernels; torch sorts the rows and sums the results."""
-    if work.sizes.activation != "swiglu":
-        raise NotImplementedError(f"{work.sizes.activation} is not compared with QuACK")
-    run, leaves = quack_expert_mlp("swiglu", tuned=False), work.leaves(alternating=True)
-
-    def mlp(rows: Tensor, weight1: Tensor, weight2: Tensor, offsets: Tensor) -> Tensor:
-        return run(rows, weight1, weight2, None, None, F.pad(offsets, (1, 0)), None)
-
-    call = functools.partial(sorted_layer, *leaves, work.sizes.top_k, mlp)
-    note = "torch routes, sorts and sums the rows"
-    return Candidate(call, leaves, _routed_by_torch(work, leaves), alternating=True, note=note)
-
-
-def sonic(work: Work, tuned: bool = False) -> Candidate:
-    """Return SonicMoE's layer with its router, whose logits are in the dtype of the tokens."""
-    if work.sizes.activation != "swiglu":
-        raise NotImplementedError(f"{work.sizes.activation} is not compared with SonicMoE")
-    functional, kind, use = sonic_modules()
-    leaves, top_k = work.leaves(alternating=True), work.sizes.top_k
-    x, router, weight1, weight2 = leaves
-
-    def layer(inference: bool) -> Tensor:
-        use(tuned)
-        stock1, stock2 = weight1.permute(1, 2, 0), weight2.permute(1, 2, 0)
-        y, _, _ = functional.moe_TC_softmax_topk_layer(
-            x, router, stock1, None, stock2, None, top_k, 0, kind.SWIGLU, inference
-        )
-        return y  # type: ignore[no-any-return]
-
-    def chosen() -> Tensor:
-        with torch.no_grad():
-            logits = F.linear(x, router)
-            _, index = functional.TC_Softmax_Topk_Router_Function.apply(logits, len(router), top_k, True, False)
-        return index.long()  # type: ignore[no-any-return]
-
-    return Candidate(functools.partial(layer, False), leaves, chosen, functools.partial(layer, True), alternating=True)
-
-
 class Peer(NamedTuple):
     """A participant in the comparison."""
 
     name: str
     prepare: Callable[[Work], Candidate]
-    packages: tuple[str, ...] = ()  # modules that it imports
     devices: tuple[str, ...] = ("cpu", "cuda")
 
 
 OURS_PEER = Peer(OURS, ours)
 COMPILED = Peer("torch grouped_mm, compiled", torch_compiled, devices=("cuda",))
-SONIC = Peer("SonicMoE", sonic, ("sonicmoe", "quack"), ("cuda",))
-SONIC_TUNED = SONIC._replace(name="SonicMoE tuned", prepare=functools.partial(sonic, tuned=True))
 
 PEERS = (
     OURS_PEER,
     Peer("torch grouped_mm", torch_grouped),
     COMPILED,
     Peer("torch loop", torch_loop),
-    Peer("QuACK", quack, ("quack",), ("cuda",)),
-    SONIC,
 )
 
 
@@ -323,11 +279,10 @@ class Reference:
         """Return the relative errors, in norm, of y and the gradients, by name; infinite if they are not finite."""
         got = {"y": y[self.tokens]}
         if grads is not None:
-            weight1 = grads.weight1[self.expert]
             got |= {
                 "x": grads.x[self.tokens],
                 "router": grads.router[self.expert],
-                "weight1": deinterleave(weight1, 0) if candidate.alternating else weight1,
+                "weight1": candidate.restored(grads.weight1[self.expert]),
                 "weight2": grads.weight2[self.expert],
             }
         return {name: relative_error(t, self.expected[name]) for name, t in got.items() if name in self.expected}

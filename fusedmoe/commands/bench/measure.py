@@ -13,8 +13,7 @@ import torch
 from fusedmoe.base.progress import Advance
 from fusedmoe.call import settings
 from fusedmoe.commands.bench.layer import OURS, PEERS, Candidate, Leaves, Peer, Reference, Work, our_layer
-from fusedmoe.commands.bench.peers import NOT_INSTALLED, why_not
-from fusedmoe.commands.bench.timing import CallTime, Timer, memory_of, times_of
+from fusedmoe.commands.timing import CallTime, Timer, memory_of, times_of, why_not
 
 INFERENCE, FORWARD, STEP = "inference", "forward", "forward + backward"
 CASES = {INFERENCE: 1, FORWARD: 1, STEP: 3}  # FLOPs relative to one forward pass
@@ -65,7 +64,7 @@ class Prepared:
 
 
 def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Advance = lambda name: None) -> list[Row]:
-    """Measure all peers that run on the device; a missing package or an exception becomes the peer's note."""
+    """Measure all peers that run on the device; an exception becomes the peer's note."""
     return timed(work, timer, prepare(work, peers, advance), advance)
 
 
@@ -82,7 +81,7 @@ def prepare(work: Work, peers: Iterable[Peer] = PEERS, advance: Advance = lambda
                 for case in CASES:
                     found.memory[case, peer.name] = _memory(call_of(case, candidate, work), work.device)
         except Exception as raised:  # noqa: BLE001 reported in the peer's row
-            found.notes[peer.name] = why_not(raised, peer.packages)
+            found.notes[peer.name] = why_not(raised)
             _release(work.device)
             continue
         finally:
@@ -149,9 +148,8 @@ COLUMNS = ("ms", "quartiles", "ours is", "TFLOP/s", "host us", "kept MiB", "peak
 
 
 def lines(rows: Iterable[Row]) -> list[str]:
-    """Return the lines of the table, grouped by case, followed by the names of peers that are not installed."""
-    rows = list(rows)
-    shown = [row for row in rows if row.note != NOT_INSTALLED]
+    """Return the lines of the table, grouped by case."""
+    shown = list(rows)
     cells = [_cells(row) for row in shown]
     used = [i for i in range(len(COLUMNS)) if any(of_row[i] for of_row in cells)]
     widths = [max(len(text[i]) for text in (COLUMNS, *cells)) + 2 for i in range(len(COLUMNS))]
@@ -164,8 +162,6 @@ def lines(rows: Iterable[Row]) -> list[str]:
                 figures = "" if row.ms is None else "".join(f"{of_row[i]:>{widths[i]}}" for i in used) + "  "
                 text.append(f"  {row.name:<{name_width}}{figures}{row.note}".rstrip())
         text.append("")
-    if absent := list(dict.fromkeys(row.name for row in rows if row.note == NOT_INSTALLED)):
-        text.append(f"not installed, so not measured: {', '.join(absent)}")
     return text
 
 

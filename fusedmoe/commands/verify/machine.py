@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.base.target import arch_of
-from fusedmoe.commands.bench.timing import GpuTimer
+from fusedmoe.commands.timing import GpuTimer
 
 __all__ = ["Gpu", "Machine", "NoGpuError", "Results", "find_gpu"]
 

@@ -19,8 +19,6 @@ from typing import Any, Protocol
 
 import torch
 
-from fusedmoe.commands.bench.peers import why_not
-
 FLUSH_BYTES = 256 << 20
 
 
@@ -159,7 +157,7 @@ def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str,
         try:
             times |= timer.measure({name: call})
         except Exception as raised:  # noqa: BLE001 reported as a note
-            notes[name] = why_not(raised, ())
+            notes[name] = why_not(raised)
     return times
 
 
@@ -172,3 +170,9 @@ def memory_of(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     results = result if isinstance(result, tuple) else (result,)
     kept = torch.cuda.memory_allocated(device) - before - sum(t.nbytes for t in results)
     return kept, torch.cuda.max_memory_allocated(device) - before
+
+
+def why_not(raised: Exception) -> str:
+    """Return an exception as a one-line note."""
+    lines = str(raised).strip().splitlines() or [""]
+    return f"{type(raised).__name__}: {lines[0]}"[:160].rstrip(": ")
