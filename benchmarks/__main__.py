@@ -6,8 +6,7 @@ apart from products), ``recipes`` (the expert MLP under each recipe), ``deepgemm
 environment), ``tiles`` (every tile configuration for many layers, about five minutes), ``transformers`` (a stack of
 decoder layers), ``train`` (training of whole models on text, about five minutes per model), ``train-recipes`` (losses
 of training under FP8 recipes), ``fp8`` (training under ``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused
-FP8), ``ep`` (expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-model``
-(expert parallelism on up to 512 GPUs, on paper).
+FP8), ``ep`` (expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``).
 The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ep, ep_run, gpu, host, layer, layer_run, page, shapes, stack, tiles
+from benchmarks import ep, ep_run, gpu, host, layer, layer_run, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
 from benchmarks.fp8 import run as fp8
 from benchmarks.results import ROOT, machine, write
@@ -29,9 +28,9 @@ from benchmarks.train import recipes as train_recipes
 from benchmarks.train import run as train_run
 from fusedmoe.commands.timing import GpuTimer
 
-WITHOUT_GPU = ("host", "ep", "ep-model")
+WITHOUT_GPU = ("host", "ep")
 SECTIONS = (
-    "host", "layer", *gpu.SECTIONS, "tiles", "transformers", "train", "train-recipes", "fp8", "ep", "ep-model",
+    "host", "layer", *gpu.SECTIONS, "tiles", "transformers", "train", "train-recipes", "fp8", "ep",
 )  # fmt: skip
 
 
@@ -49,8 +48,6 @@ def main(argv: list[str] | None = None) -> None:
         if sections != ("ep",) or not ep_run.started():
             parser.error("--only ep: start it alone: torchrun --nproc-per-node P -m benchmarks --only ep")
         ep_run.run_ranks(_chosen(parser, tuple(args.shape or ep.SHAPES)), args.reps, args.results)
-    if "ep-model" in sections:
-        print(page.render_scale())
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:

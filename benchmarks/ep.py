@@ -28,7 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusedmoe as fm
 from benchmarks.cases import release
-from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
 from benchmarks.ep_timing import slowest
 from benchmarks.peers import all_to_all
 from benchmarks.shapes import Shape
@@ -37,6 +36,7 @@ from fusedmoe.commands.bench.measure import WRONG
 from fusedmoe.commands.timing import CallTime, Timer, memory_of, why_not
 from fusedmoe.expert_parallel.group import EngineName
 
+REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
 TOKENS = (8192, 32768)
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU

@@ -1,8 +1,8 @@
 """A model on paper of one MoE layer's training step under expert parallelism, for 2 to 512 GPUs.
 
-``python -m benchmarks --only ep-model`` prints it, and `benchmarks.ep_model_page` writes it into
-docs/expert_parallel_scale.md. Times of links are those of two GPUs, or assumptions (`NCCL`, `COPY_ENGINE`,
-`SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says of more than two GPUs was measured.
+`benchmarks.ep_model_page` writes it into docs/expert_parallel_scale.md. Times of links are those of two GPUs, or
+assumptions (`NCCL`, `COPY_ENGINE`, `SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says
+of more than two GPUs was measured.
 
 A step has four exchanges: the tokens are gathered and their results return, in forward; the gradients of the results
 are gathered and those of the tokens return, in backward. The routing is uniform, and every rank has equally many rows.
@@ -14,23 +14,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import shapes
 from benchmarks.shapes import Shape
-from fusedmoe.commands.bench.layer import COMPILED, OURS
+from fusedmoe.commands.bench.layer import OURS
 from fusedmoe.commands.bench.measure import FORWARD, STEP
 from fusedmoe.expert_parallel.engine import expected_share
 from fusedmoe.expert_parallel.symmetric import FEW
 
-# The names of the section ``ep`` (benchmarks/ep.py); `benchmarks.ep_check` compares its times with this model.
-REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 GPUS = (2, 8, 64, 512)
 NODE = 8  # GPUs that NVLink connects
 TOKENS = 8192  # N
 NUMBER_BYTES = 2  # bf16
-LAYERS = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b", "deepseek-v3")
+LAYERS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
 DEEPSEEK_V3 = Shape("deepseek-v3", TOKENS, hidden=7168, intermediate=2048, experts=256, top_k=8)
 
 
@@ -90,7 +88,7 @@ def chance(shape: Shape, parts: float) -> float:
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies of a token's row that a rank gets, per token of a rank, over NVLink and over the slow link."""
+    """Copies of a token's row that a rank gets in one exchange, over NVLink and over the slow link, per token."""
 
     fast: float
     slow: float = 0.0
@@ -187,11 +185,6 @@ def _deduplicated(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
     return copies, copies
 
 
-def _sorted(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
-    copies = ranks.direct(shape.top_k / ranks.ranks)
-    return copies, copies
-
-
 def _by_node(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
     """One copy per node over the slow link, to the rank with the sender's place in its node, which sends it on."""
     d, g = ranks.nodes, ranks.of_node
@@ -219,21 +212,15 @@ def _local_copies(traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]) -> C
     return rows
 
 
-def _local_sorted(shape: Shape, ranks: Ranks) -> float:
-    """Rows arrive by rank, and are sorted by expert, in each of four exchanges. Layers of plain torch pack and sum."""
-    return 4 * 2 * shape.top_k
-
-
 SYMMETRIC = Engine(
     "symmetric", _wanted, _local_all, _staged, overlaps=True, fast=COPY_ENGINE, few=KERNEL, several_nodes=False
 )  # fmt: skip
 ALLGATHER = Engine("allgather", _all_tokens, _local_all, overlaps=True)
 ALLTOALL = Engine("alltoall", _deduplicated, _local_copies(_deduplicated), host_syncs=1)
-SORTED = Engine("sorted", _sorted, _local_sorted, of_package=False, host_syncs=1)
 HIERARCHICAL = Engine(
     "hierarchical", _by_node, _local_copies(_by_node), of_package=False, overlaps=True, forwards=True
 )  # fmt: skip
-ENGINES = (SYMMETRIC, ALLGATHER, ALLTOALL, SORTED, HIERARCHICAL)
+ENGINES = (SYMMETRIC, ALLGATHER, ALLTOALL, HIERARCHICAL)
 
 
 # ---- experts -------------------------------------------------------------------------------------------------------
@@ -253,19 +240,18 @@ class Rate:
         return flops / self.forward_tflops / 1e9, 2 * flops / self.backward_tflops / 1e9
 
 
-def rate(results: dict[str, Any], shape: Shape, name: str = OURS) -> Rate:
+def rate(results: dict[str, Any], shape: Shape) -> Rate:
     """Return the speed of a layer from ``layer.json``: of the shape, or of the one whose experts' size is nearest."""
     size = shape.hidden * shape.intermediate
     found = min(
         results["shapes"],
         key=lambda s: (s["name"] != shape.name, abs(math.log(s["hidden"] * s["intermediate"] / size))),
     )
-    ms = {row["case"]: row["ms"] for row in found["rows"] if row["name"] == name}
+    ms = {row["case"]: row["ms"] for row in found["rows"] if row["name"] == OURS}
     router, same = results["router"], ("tokens", "hidden", "experts", "top_k")
     if all(router[field] == found[field] for field in same):
-        of_router = {OURS: OURS, COMPILED.name: "torch"}[name]
         for row in router["rows"]:
-            if row["name"] == of_router:
+            if row["name"] == OURS:
                 ms[row["case"]] -= row["ms"]
     flops = Shape(**{field: found[field] for field in Shape.__dataclass_fields__}).forward_flops()
     return Rate(found["name"], flops / ms[FORWARD] / 1e9, 2 * flops / (ms[STEP] - ms[FORWARD]) / 1e9)
@@ -322,22 +308,15 @@ class Step:
         return sum(max(0.0, ms - hidden) for ms, hidden in stages) + self.around_ms
 
     @property
-    def least_ms(self) -> float:
-        """The time of communication that no schedule of one layer hides."""
-        return max(0.0, 2 * (self.gather_ms + self.return_ms) - self.compute_ms) + self.around_ms
-
-    @property
     def ms(self) -> float:
         """The time of the step with the overlap that the engine has."""
         return self.compute_ms + (self.overlapped_ms if self.engine.overlaps else self.exposed_ms)
 
 
-def predict(
-    results: dict[str, Any], shape: Shape, gpus: int, engine: Engine, tokens: int = TOKENS, experts: str = OURS
-) -> Step:
-    """Predict a step of a layer, with the experts of a candidate of ``layer.json``."""
+def predict(results: dict[str, Any], shape: Shape, gpus: int, engine: Engine, tokens: int = TOKENS) -> Step:
+    """Predict a step of a layer."""
     ranks, row = ranks_of(shape, gpus), tokens * shape.hidden * NUMBER_BYTES
-    forward_ms, backward_ms = rate(results, shape, experts).ms(shape, tokens)
+    forward_ms, backward_ms = rate(results, shape).ms(shape, tokens)
     gather, back = engine.traffic(shape, ranks)
     pass_ms = row / results["ceiling"]["copy_tb_s"] / 1e9  # reads or writes a row per token
     staged = engine.staged_rows(ranks)
@@ -362,6 +341,44 @@ def best(found: Iterable[Step]) -> Step:
     return min((step for step in found if step.engine.of_package), key=lambda step: step.ms)
 
 
+# ---- comparison with measured steps ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+    """A step of ``ep.json``, and its prediction with experts as fast as measured there without communication."""
+
+    machine: str
+    layer: str
+    tokens: int
+    engine: Engine
+    measured_ms: float
+    predicted_ms: float
+
+    @property
+    def deviation(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+def checks(results: dict[str, Any], measured: Iterable[dict[str, Any]]) -> list[Check]:
+    """Compare the predicted communication with each ``ep.json`` that has a step without communication."""
+    found = []
+    for of_gpu in measured:
+        for entry in of_gpu["shapes"]:
+            times = {row["name"]: row["ms"] for row in entry["rows"] if row["ms"]}
+            shape, without = layers().get(entry["name"]), times.get("no communication")
+            if shape is None or without is None:
+                continue
+            for engine in ENGINES:
+                if engine.name in times:
+                    step = predict(results, shape, of_gpu["ranks"], engine, entry["tokens_per_rank"])
+                    factor = without / step.compute_ms
+                    ms = replace(step, forward_ms=factor * step.forward_ms, backward_ms=factor * step.backward_ms).ms
+                    named = of_gpu["machine"], shape.name, entry["tokens_per_rank"], engine
+                    found.append(Check(*named, times[engine.name], ms))
+    return found
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
@@ -374,25 +391,17 @@ class Buffers:
     weights
         Those of the rank's experts, in bf16.
     gathered
-        The tokens of all ranks.
-    parts
-        The results of this rank's experts for all tokens, and those that it gets from all ranks.
-    shared
-        The two buffers of ``"symmetric"``, which all layers share.
+        The tokens of all ranks, the results of this rank's experts for them, and those that it gets from all ranks.
     arriving
         The tokens that arrive with one copy per token and rank.
-    rows
-        The experts' rows (preactivation, activated rows, result) with balanced routing, ``N * K`` rows.
     most_rows
-        The same with as many rows as any routing needs, ``P * N * min(K, E / P)``.
+        The experts' rows (preactivation, activated rows, result), as many as any routing needs: ``P * N * min(K, E /
+        P)``.
     """
 
     weights: float
     gathered: float
-    parts: float
-    shared: float
     arriving: float
-    rows: float
     most_rows: float
 
 
@@ -402,10 +411,7 @@ def buffers(shape: Shape, gpus: int, tokens: int = TOKENS) -> Buffers:
     of_row = (3 * shape.intermediate + shape.hidden) * NUMBER_BYTES
     return Buffers(
         weights=shape.experts // p * 3 * shape.hidden * shape.intermediate * NUMBER_BYTES,
-        gathered=p * row,
-        parts=2 * p * row,
-        shared=2 * p * row,
+        gathered=3 * p * row,
         arriving=(p - 1) * chance(shape, p) * row,
-        rows=tokens * shape.top_k * of_row,
         most_rows=p * tokens * min(shape.top_k, shape.experts // p) * of_row,
     )

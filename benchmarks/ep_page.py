@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
+from benchmarks.ep import FUSED_PEER, REFERENCE, UNFUSED_PEER
 from benchmarks.marked import table
 
 SECTION = """\

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from benchmarks import ep, ep_run
-from benchmarks.ep_model import FUSED_PEER, REFERENCE, UNFUSED_PEER
+from benchmarks.ep import FUSED_PEER, REFERENCE, UNFUSED_PEER
 from benchmarks.shapes import Shape
 
 if not dist.is_available():
