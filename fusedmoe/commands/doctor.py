@@ -161,7 +161,7 @@ def _software() -> tuple[Fact, ...]:
         Fact("CPU", f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
         Fact("torch", torch.__version__),
         Fact("torch's runtime", _torch_runtime()),
-        Fact("NVIDIA driver", _driver()),
+        Fact("NVIDIA driver", driver()),
     )
 
 
@@ -173,7 +173,7 @@ def _torch_runtime() -> str:
     return "CPU only"
 
 
-def _driver() -> str:
+def driver() -> str:
     """Return the driver's version from nvidia-smi; torch knows only the CUDA version that the driver supports."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

@@ -37,7 +37,8 @@ class CallTime:
     quartiles_ms: tuple[float, float] = (math.nan, math.nan)
 
 
-def _call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> CallTime:
+def call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> CallTime:
+    """Return the time of calls that took these times."""
     low, median, high = statistics.quantiles(ms, n=4, method="inclusive") if len(ms) > 1 else ms * 3
     return CallTime(median, min(ms), host_idle_us, host_queued_us, (low, high))
 
@@ -67,7 +68,7 @@ class CpuTimer:
         times = {}
         for name, ms in taken.items():
             host_us = statistics.median(ms) * 1e3
-            times[name] = _call_time(ms, host_us, host_us)
+            times[name] = call_time(ms, host_us, host_us)
         return times
 
 
@@ -96,7 +97,7 @@ class GpuTimer:
         for _ in range(self.reps):
             for name, call in variants.items():
                 taken[name].append(self._gpu_ms(call, max(idle[name], queued[name])))
-        return {name: _call_time(ms, idle[name], queued[name]) for name, ms in taken.items()}
+        return {name: call_time(ms, idle[name], queued[name]) for name, ms in taken.items()}
 
     def _gpu_ms(self, call: Callable[[], object], host_us: float) -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -123,7 +123,7 @@ def test_driver_version_comes_from_nvidia_smi(monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     answer = SimpleNamespace(stdout="580.65.06\n580.65.06\n")
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
-    assert module._driver() == "580.65.06"
+    assert module.driver() == "580.65.06"
 
 
 def test_failing_nvidia_smi_is_a_line_not_a_crash(monkeypatch):
@@ -132,7 +132,7 @@ def test_failing_nvidia_smi_is_a_line_not_a_crash(monkeypatch):
 
     monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(module.subprocess, "run", run)
-    assert module._driver().startswith("nvidia-smi failed: ")
+    assert module.driver().startswith("nvidia-smi failed: ")
 
 
 def test_missing_package_names_the_extra_that_brings_it(monkeypatch):

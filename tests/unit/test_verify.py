@@ -559,7 +559,7 @@ def test_the_gpu_that_is_found(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     found = find_gpu()
     assert isinstance(found, Gpu)
-    assert (found.name, found.arch, found.driver) == ("NVIDIA H100", 90, "")
+    assert (found.name, found.arch, found.driver) == ("NVIDIA H100", 90, "none (no nvidia-smi on the PATH)")
     monkeypatch.setattr(torch.version, "hip", "6.0")
     with pytest.raises(NoGpuError):
         find_gpu()

@@ -107,7 +107,7 @@ def run(
     except NoGpuError as error:
         print(f"fusedmoe verify: error: {error}", file=sys.stderr)
         return NO_GPU
-    print(f"{machine.name} (sm_{machine.arch}), driver {machine.driver or 'unknown'}, fusedmoe {__version__}\n")
+    print(f"{machine.name} (sm_{machine.arch}), driver {machine.driver}, fusedmoe {__version__}\n")
     print(table(found))
     if lines := problems(found):
         print("\n" + "\n".join(lines))
@@ -129,9 +129,9 @@ def run(
 def _soak(options: VerifyOptions, find: Callable[[], Machine] | None) -> int:
     # deferred: the modules import the whole package
     from fusedmoe.commands.verify.machine import NoGpuError, find_gpu
+    from fusedmoe.commands.verify.report import soak_as_data, soak_table
     from fusedmoe.commands.verify.soak.direct import DIRECT
     from fusedmoe.commands.verify.soak.layers import LAYERS
-    from fusedmoe.commands.verify.soak.report import as_data, problems, table
     from fusedmoe.commands.verify.soak.watch import CALLS, soak
 
     calls = CALLS if options.calls is None else options.calls
@@ -151,19 +151,17 @@ def _soak(options: VerifyOptions, find: Callable[[], Machine] | None) -> int:
     kernels = [kernel for kernel in shipped.shipped("sm_90a") if fnmatch.fnmatchcase(kernel.symbol, pattern)]
     if not kernels:
         raise InputError(f"--only {pattern}: no kernel's name matches; `fusedmoe compile --list` shows the names")
-    print(
-        f"{machine.name} (sm_{machine.arch}), driver {machine.driver or 'unknown'}, fusedmoe {__version__}", flush=True
-    )
+    print(f"{machine.name} (sm_{machine.arch}), driver {machine.driver}, fusedmoe {__version__}", flush=True)
     ahead_of_time.run(ahead_of_time.CompileOptions(only=options.only))  # a failure ends in another one below
     seconds = time.perf_counter() - begin
     print(f"soaking {len(kernels)} kernels, {calls:,} calls of each family, after {seconds:.0f} s", flush=True)
     soaked = soak(kernels, (*LAYERS, *DIRECT), str(machine.device), functools.partial(print, flush=True), calls)
-    print("\n" + table(soaked))
-    if lines := problems(soaked):
+    print("\n" + soak_table(soaked))
+    if lines := soaked.problems():
         print("\n" + "\n".join(lines))
     seconds = time.perf_counter() - begin
     print(f"\n{'passed' if soaked.passed else 'FAILED'}, {soaked.calls.total():,} calls, {seconds:.0f} s", flush=True)
-    data = as_data(soaked, machine) | {"only": options.only, "seconds": round(seconds, 1)}
+    data = soak_as_data(soaked, machine) | {"only": options.only, "seconds": round(seconds, 1)}
     written = options.json is None or _write(Path(options.json), json.dumps(data, indent=1))
     return 0 if soaked.passed and written else 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.base.target import arch_of
+from fusedmoe.commands.doctor import driver
 from fusedmoe.commands.timing import GpuTimer
 
 __all__ = ["Gpu", "Machine", "NoGpuError", "Results", "find_gpu"]
@@ -62,7 +61,7 @@ class Gpu:
         arch = arch_of(device)
         assert arch is not None, "find_gpu has checked it"
         self.device, self.arch = device, arch
-        self.name, self.driver = torch.cuda.get_device_name(device), _driver()
+        self.name, self.driver = torch.cuda.get_device_name(device), driver()
         self._timer: GpuTimer | None = None
 
     def replayed(self, call: Callable[[], Results]) -> Results:
@@ -114,16 +113,3 @@ def find_gpu() -> Gpu:
     if torch.version.hip is not None or not torch.cuda.is_available():
         raise NoGpuError("torch sees no NVIDIA GPU to verify; see `fusedmoe doctor`")
     return Gpu(torch.device("cuda", torch.cuda.current_device()))
-
-
-def _driver() -> str:
-    """Return the version of the driver; an empty text if nvidia-smi does not tell."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return ", ".join(sorted(set(answer.split())))

@@ -1,4 +1,4 @@
-"""A verification as a table and as JSON."""
+"""A verification, and a soak, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ if TYPE_CHECKING:
     from fusedmoe.commands.verify.checks import Outcome
     from fusedmoe.commands.verify.machine import Machine
     from fusedmoe.commands.verify.rules import RuleResult, Verification
+    from fusedmoe.commands.verify.soak.watch import Soaked
 
-__all__ = ["as_data", "problems", "table"]
+__all__ = ["as_data", "problems", "soak_as_data", "soak_table", "table"]
 
 HEAD = ("rule", "cases", "error", "bound", "repeats", "graph", "streams", "us fused", "us unfused", "passed")
 
 
 def table(verification: Verification) -> str:
     """Return one line for each rule; see docs/verify.md."""
-    rows = [HEAD, *map(_row, verification.rules)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-    rows.insert(1, tuple("-" * width for width in widths))
-    return "\n".join("  ".join(_aligned(cells, widths)).rstrip() for cells in rows)
+    return _aligned([HEAD, *map(_row, verification.rules)])
 
 
 def problems(verification: Verification) -> list[str]:
@@ -39,9 +37,7 @@ def problems(verification: Verification) -> list[str]:
 def as_data(verification: Verification, machine: Machine) -> dict[str, Any]:
     """Return the verification as values that JSON has; NaN and infinity are None and the text ``"inf"``."""
     return {
-        "gpu": machine.name,
-        "architecture": f"sm_{machine.arch}",
-        "driver": machine.driver,
+        **_installed(machine),
         "versions": installed.versions() | package.versions(),
         "passed": verification.passed,
         "rules": [_plain(dataclasses.asdict(result)) for result in verification.rules],
@@ -90,7 +86,55 @@ def _answer(value: bool | None) -> str:
     return "-" if value is None else "yes" if value else "NO"
 
 
-def _aligned(cells: tuple[str, ...], widths: list[int]) -> list[str]:
-    """Return the cells with their widths: the names to the left, figures to the right."""
-    pairs = list(zip(cells, widths, strict=True))
-    return [f"{cell:<{width}}" for cell, width in pairs[:1]] + [f"{cell:>{width}}" for cell, width in pairs[1:]]
+def _aligned(rows: list[tuple[str, ...]]) -> str:
+    """Return a table: the names to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    head, *others = rows
+    lines = []
+    for first, *figures in (head, tuple("-" * width for width in widths), *others):
+        cells = [f"{cell:>{width}}" for cell, width in zip(figures, widths[1:], strict=True)]
+        lines.append("  ".join([f"{first:<{widths[0]}}", *cells]).rstrip())
+    return "\n".join(lines)
+
+
+def _installed(machine: Machine) -> dict[str, str]:
+    return {"gpu": machine.name, "architecture": f"sm_{machine.arch}", "driver": machine.driver}
+
+
+# ---- a soak --------------------------------------------------------------------------------------------------------
+
+
+def soak_table(soaked: Soaked) -> str:
+    """Return one line for each family; see docs/verify.md."""
+    head = ("family", "kernels", "calls", "beside load", "differing", "hung or died", "seconds")
+    rows = []
+    for name, *counts, seconds in (family.values() for family in _families(soaked)):
+        rows.append((name, *(f"{count:,}" for count in counts), f"{seconds:.1f}"))
+    return _aligned([head, *rows])
+
+
+def soak_as_data(soaked: Soaked, machine: Machine) -> dict[str, Any]:
+    """Return the soak as values that JSON has."""
+    return {
+        **_installed(machine),
+        "versions": installed.versions(),
+        "passed": soaked.passed,
+        "calls per family": soaked.wanted,
+        "families": _families(soaked),
+        "problems": soaked.problems(),
+    }
+
+
+def _families(soaked: Soaked) -> list[dict[str, Any]]:
+    return [
+        {
+            "family": family,
+            "kernels": len(symbols),
+            "calls": sum(soaked.calls[symbol] for symbol in symbols),
+            "beside_load": sum(soaked.beside_load[symbol] for symbol in symbols),
+            "differing": sum(soaked.differing[symbol] for symbol in symbols),
+            "ended": len(soaked.ended.intersection(symbols)),
+            "seconds": round(sum(soaked.seconds[symbol] for symbol in symbols), 1),
+        }
+        for family, symbols in soaked.families.items()
+    ]

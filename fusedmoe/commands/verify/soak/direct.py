@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,20 +131,11 @@ def product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Valu
     return _both(bind, o, x, w, None, o.scale, options, call=lambda rows: (x, w, None, rows, o.scale))
 
 
-def _activation_of_ranges(o: Operands, options: KernelOptions, keep: bool) -> tuple[Values, Values]:
+def activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
+    """The first product and its activation, of tokens through their index; ``keep``: with the preactivation."""
     bind, x, w, index = products.bind_grouped_gemm_activation, o.x, o.gate_up, o.token_of_row
     arguments = x, w, None, o.scale, SWIGLU, keep, options, index
     return _both(bind, o, *arguments, call=lambda rows: (x, w, None, rows, o.scale, index))
-
-
-def activation_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The first product and its activation, of tokens through their index."""
-    return _activation_of_ranges(o, options, keep=True)
-
-
-def activation_of_ranges_alone(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The same without the preactivation."""
-    return _activation_of_ranges(o, options, keep=False)
 
 
 def derivative_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
@@ -166,7 +158,9 @@ def _beside(o: Operands, wgrad: Callable[[bool], Callable[[], Tensor]]) -> tuple
     return found[0], found[1]
 
 
-def _wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tuple[Values, Values]:
+def wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) -> tuple[Values, Values]:
+    """The last weight gradient of a layer in bf16; ``adds``: added to a gradient."""
+
     def wgrad(beside: bool) -> Callable[[], Tensor]:
         operands = o.dy, o.inner, o.offsets
         run = products.bind_grouped_wgrad(
@@ -178,17 +172,8 @@ def _wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tuple[
     return _beside(o, wgrad)
 
 
-def wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The last weight gradient of a layer in bf16."""
-    return _wgrad_beside_sum(o, options, adds=False)
-
-
-def added_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The same, added to a gradient."""
-    return _wgrad_beside_sum(o, options, adds=True)
-
-
-def _fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tuple[Values, Values]:
+def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) -> tuple[Values, Values]:
+    """The last weight gradient of a layer in FP8; ``adds``: added to a gradient."""
     dy, x = (quantize(rows, fp8_block(), -2, offsets=o.offsets) for rows in (o.rows, o.inner))
     operands = dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), o.offsets
 
@@ -198,16 +183,6 @@ def _fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool) -> tu
         return lambda: run(*operands, out)
 
     return _beside(o, wgrad)
-
-
-def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The last weight gradient of a layer in FP8."""
-    return _fp8_wgrad_beside_sum(o, options, adds=False)
-
-
-def added_fp8_wgrad_beside_sum(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """The same, added to a gradient."""
-    return _fp8_wgrad_beside_sum(o, options, adds=True)
 
 
 def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
@@ -229,12 +204,12 @@ def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values
 DIRECT = (
     Direct("product of ranges", product_of_ranges, tiles=3),
     Direct("activation of ranges", activation_of_ranges, tiles=3),
-    Direct("activation of ranges, without preactivation", activation_of_ranges_alone, tiles=3),
+    Direct("activation of ranges, without preactivation", partial(activation_of_ranges, keep=False), tiles=3),
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),
     Direct("weight gradient beside a sum", wgrad_beside_sum, tiles=3),
-    Direct("added weight gradient beside a sum", added_wgrad_beside_sum, tiles=3),
+    Direct("added weight gradient beside a sum", partial(wgrad_beside_sum, adds=True), tiles=3),
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
-    Direct("added FP8 weight gradient beside a sum", added_fp8_wgrad_beside_sum, tiles=3),
+    Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

@@ -94,6 +94,10 @@ class Soaked:
                 lines.append(f"{family}: {calls:,} calls of {self.wanted:,}")
         return lines
 
+    def problems(self) -> list[str]:
+        """Return the failures and the kernels that were not reached, each as a line."""
+        return [*map(line_of, self.wrong), *(f"FAILED {line}" for line in self.not_reached())]
+
     def add(self, message: Repeats) -> None:
         """Add the repeats of an item."""
         symbol = message.item.symbol
