@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import distributed as dist
 
-from fusedmoe.commands.timing import CallTime, GpuTimer, Timer
+from fusedmoe.commands.timing import CallTime, GpuTimer, Timer, call_time
 
 
 def slowest(value: float) -> float:
@@ -62,6 +62,6 @@ class RanksCpuTimer:
                     taken[name].append(ms)
         times = {}
         for name, ms_of in taken.items():
-            low, median, high = statistics.quantiles(ms_of, n=4, method="inclusive") if len(ms_of) > 1 else ms_of * 3
-            times[name] = CallTime(median, min(ms_of), median * 1e3, median * 1e3, (low, high))
+            host_us = statistics.median(ms_of) * 1e3
+            times[name] = call_time(ms_of, host_us, host_us)
         return times

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import dense, router
 from benchmarks.launches import by_group
 from benchmarks.layer import COMPILED, OURS, SHAPES, SONIC_TUNED, UNFUSED, cell, heading, others, speed
+from benchmarks.marked import table
 from fusedmoe.commands.bench.layer import SAMPLED_TOKENS
 from fusedmoe.commands.bench.measure import CASES, FORWARD, INFERENCE, STEP
 
@@ -109,11 +110,6 @@ def _title(name: str) -> str:
     return "torch" if name == COMPILED.name else name
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
-
-
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
@@ -129,7 +125,7 @@ def _compared(results: dict[str, Any], case: str, names: Sequence[str], figure: 
         divided = [_number(ratios[n].get("shapes", {}).get(shape["name"]), ".2f") for n in names]
         rows.append([shape["name"], *shown, *divided])
     means = [_number(ratios[n].get("mean"), ".2f") for n in names]
-    return _table(head, [*rows, ["*geometric mean*", *[""] * (1 + len(names)), *means]])
+    return table(head, [*rows, ["*geometric mean*", *[""] * (1 + len(names)), *means]])
 
 
 def _times(results: dict[str, Any], case: str, names: Sequence[str]) -> str:
@@ -153,7 +149,7 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> str:
         [
             _compared(results, STEP, names, "peak_bytes", ".2f", 2**30),
             f"Peak of {STEP}, in GiB. Kept, in GiB:",
-            _table(["shape", OURS, *map(_title, names)], kept),
+            table(["shape", OURS, *map(_title, names)], kept),
         ]
     )
 
@@ -168,7 +164,7 @@ def _launches(results: dict[str, Any], names: Sequence[str]) -> str:
             host = [cell(shape, case, n).get("host_us") for n in everyone]
             shown = [*(_number(v, "d") for v in counts), *(_number(v, ".0f") for v in host)]
             rows.append([shape["name"], case, *shown])
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _breakdown(results: dict[str, Any]) -> str:
@@ -177,7 +173,7 @@ def _breakdown(results: dict[str, Any]) -> str:
         for case, found in shape["launches"].get(OURS, {}).items():
             times = by_group((kernel["name"], kernel["us"]) for kernel in found["kernels"])
             rows.append([shape["name"], case, *(f"{us:.0f}" for us in times.values()), f"{found['idle_us']:.0f}"])
-    return _table(["shape", "pass", *groups, "idle"], rows)
+    return table(["shape", "pass", *groups, "idle"], rows)
 
 
 def _errors(results: dict[str, Any], names: Sequence[str]) -> str:
@@ -187,7 +183,7 @@ def _errors(results: dict[str, Any], names: Sequence[str]) -> str:
             if errors := shape["errors"].get(name):
                 shown = [_number(errors.get(what), ".1e") for what in ERRORS]
                 rows.append([shape["name"], _title(name), *shown, _number(shape["rerouted"].get(name), "d")])
-    return _table(["shape", "", "y", "dx", "drouter", "dw1", "dw2", "tokens"], rows)
+    return table(["shape", "", "y", "dx", "drouter", "dw1", "dw2", "tokens"], rows)
 
 
 def _part(rows: Sequence[dict[str, Any]], ours: Sequence[str], peers: dict[str, str]) -> str:
@@ -202,4 +198,4 @@ def _part(rows: Sequence[dict[str, Any]], ours: Sequence[str], peers: dict[str, 
         figures += [_number(row["launches"], "d"), _number(None if peak is None else peak / 2**30, ".2f")]
         shown.append([case, name, *figures])
     head = ["pass", "", "ms", *(f"x {title}" for title in peers.values()), "host us", "launches", "peak, GiB"]
-    return _table(head, shown)
+    return table(head, shown)

@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import activations, demo, ep_model_page, ep_page, layer_page, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
+from benchmarks.marked import table
 from benchmarks.results import ROOT
 from benchmarks.train import page as train_page
 
@@ -164,19 +165,17 @@ def case_table(results: dict[str, Any], case: str) -> str:
 def tuned_table(results: dict[str, Any]) -> str:
     """Return the cases of one shape, compared with QuACK."""
     (shape,) = results["shapes"]
-    lines = ["| case | ms | QuACK, ms | x QuACK |", "|---|---|---|---|"]
+    rows = []
     for case in dict.fromkeys(r["case"] for r in shape["rows"]):
         ms = _ms(shape, case)
-        lines.append(f"| {case} | {ms['fusedmoe']:.3f} | {ms['QuACK']:.3f} | {ms['QuACK'] / ms['fusedmoe']:.2f} |")
-    return "\n".join(lines)
+        times = ms["fusedmoe"], ms["QuACK"]
+        rows.append([case, *(f"{t:.3f}" for t in times), f"{times[1] / times[0]:.2f}"])
+    return table(["case", "ms", "QuACK, ms", "x QuACK"], rows)
 
 
 def stack_table(results: dict[str, Any]) -> str:
     """Return the times in transformers, with one row per part, case and implementation."""
-    lines = [
-        "| part | case | experts | ms | host, ms | x grouped_mm | x eager | kept, GiB | compiled, ms | x grouped_mm |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     found = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
     for part, case, implementation in dict.fromkeys((p, c, i) for p, c, i, _ in found):
         plain = found[part, case, implementation, False]
@@ -191,30 +190,28 @@ def stack_table(results: dict[str, Any]) -> str:
             return f"{theirs / own:.2f}" if theirs and own else ""
 
         own, compiled = ms(implementation, False), ms(implementation, True)
-        lines.append(
-            f"| {part} | {case} | `{implementation}` | {shown(own)} | {plain['host_us'] / 1e3:.2f} "
-            f"| {ratio(ms('grouped_mm', False), own)} | {ratio(ms('eager', False), own)} "
-            f"| {'' if plain['kept_gib'] is None else format(plain['kept_gib'], '.2f')} "
-            f"| {shown(compiled)} | {ratio(ms('grouped_mm', True), compiled)} |"
+        kept = "" if plain["kept_gib"] is None else f"{plain['kept_gib']:.2f}"
+        ratios = [ratio(ms(other, False), own) for other in ("grouped_mm", "eager")]
+        times = [shown(compiled), ratio(ms("grouped_mm", True), compiled)]
+        rows.append(
+            [part, case, f"`{implementation}`", shown(own), f"{plain['host_us'] / 1e3:.2f}", *ratios, kept, *times]
         )
-    return "\n".join(lines)
+    head = ["part", "case", "experts", "ms", "host, ms", "x grouped_mm", "x eager", "kept, GiB"]
+    return table([*head, "compiled, ms", "x grouped_mm"], rows)
 
 
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
     """Return the plain products, compared with DeepGEMM relative to torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
-    lines = [
-        "| shape | product | ms | torch, ms | DeepGEMM there, ms | torch there, ms | x DeepGEMM |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for shape in kernels["shapes"]:
         for case in dict.fromkeys(r["case"] for r in theirs[shape["name"]]["rows"]):
             here, there = _ms(shape, case), _ms(theirs[shape["name"]], case)
             ratio = there["DeepGEMM"] / there["torch eager"] * here["torch eager"] / here["fusedmoe"]
             times = here["fusedmoe"], here["torch eager"], there["DeepGEMM"], there["torch eager"]
-            cells = [shape["name"], case.split(",")[0], *(f"{ms:.3f}" for ms in times), f"{ratio:.2f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append([shape["name"], case.split(",")[0], *(f"{ms:.3f}" for ms in times), f"{ratio:.2f}"])
+    head = ["shape", "product", "ms", "torch, ms", "DeepGEMM there, ms", "torch there, ms", "x DeepGEMM"]
+    return table(head, rows)
 
 
 def _ms(shape: dict[str, Any], case: str) -> dict[str, float]:
@@ -254,7 +251,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
             parts += [case_table(results, case) + "\n" for case in cases]
     if apart := load(layer_folder, "activations"):
         parts += activations.section(apart)
-    if recipes := load_recipes(folder, layer_folder):
+    if recipes := load(layer_folder, "recipes"):
         parts += recipes_page.benchmarks(recipes)
     stack = load(folder, "transformers")
     if stack:
@@ -297,15 +294,10 @@ def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED, trained:
     return fp8_page.filled(text, load(folder, "fp8"), load_seeds(compared), load(trained, "train_recipes"))
 
 
-def render_recipes(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS) -> str:
+def render_recipes(folder: Path = LAYER_RESULTS) -> str:
     """Return docs/recipes.md with the figures of the result file of the recipes."""
-    text, found = RECIPES_PAGE.read_text(encoding="utf-8"), load_recipes(folder, layer_folder)
+    text, found = RECIPES_PAGE.read_text(encoding="utf-8"), load(folder, "recipes")
     return recipes_page.filled(text, found) if found else text
-
-
-def load_recipes(folder: Path, layer_folder: Path) -> dict[str, Any] | None:
-    """Read the results of the recipes: those of the machine of the whole layer, or else of the other machine."""
-    return load(layer_folder, "recipes") or load(folder, "recipes")
 
 
 def load_ep(machines: Path) -> list[dict[str, Any]]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-import fusedmoe as fm
 from benchmarks import marked
 from benchmarks.marked import table
-from benchmarks.recipes import NAMES, under
+from benchmarks.recipes import NAMES
 
 UNFUSED = "*"
 TIME = """\
 The time under each recipe, as a multiple of that of `bf16`, on an {machine} (commit {commit}). A star marks a recipe
-that has no fused kernel for at least one of its products.{note}
+that has no fused kernel for at least one of its products.
 """
-NO_KERNELS = " No quantized recipe had fused kernels for its products then."
 MEMORY = """\
 GiB per layer, as activations kept for backward + quantized weights, of the same run:
 """
@@ -25,7 +21,7 @@ RECIPES = """\
 ## Recipes
 
 Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run, on an
-{machine} (commit {commit}).{note} Each time is the median of {reps} calls.
+{machine} (commit {commit}). Each time is the median of {reps} calls.
 *kept* is the memory that the plan keeps for backward, and *weights* that of the quantized weights. The other columns
 are the signal-to-quantization-noise ratio, in dB, of the output and the gradients against `bf16`, on random normal
 operands.
@@ -45,7 +41,7 @@ def time(found: Mapping[str, Any]) -> str:
         bf16 = recipes.pop("bf16")
         cells = [_multiple(report["ms"] / bf16["ms"]) + _star(report) for report in recipes.values()]
         rows.append([shape["name"], f"{bf16['ms']:.1f} ms{_star(bf16)}", *cells])
-    intro = TIME.format(machine=found["machine"], commit=found["commit"], note=_note(found))
+    intro = TIME.format(machine=found["machine"], commit=found["commit"])
     return intro + "\n" + table(_head(found), rows) + "\n"
 
 
@@ -54,8 +50,8 @@ def memory(found: Mapping[str, Any]) -> str:
     rows = []
     for shape in found["shapes"]:
         cells = []
-        for name, report in shape["recipes"].items():
-            weights = weight_bytes(shape, name)
+        for report in shape["recipes"].values():
+            weights = report["weight_bytes"]
             cells.append(_gib(report["kept_bytes"]) + (f" + {_gib(weights)}" if weights else ""))
         rows.append([shape["name"], *cells])
     return MEMORY + "\n" + table(_head(found), rows) + "\n"
@@ -68,27 +64,12 @@ def benchmarks(found: Mapping[str, Any]) -> list[str]:
         for name, report in shape["recipes"].items():
             noise = [f"{db:.1f}" if (db := report["sqnr_db"][n]) else "" for n in NAMES]
             paths = ", ".join(dict.fromkeys(report["products"].values()))
-            weights = weight_bytes(shape, name)
+            weights = report["weight_bytes"]
             figures = [f"{report['ms']:.2f}", _gib(report["kept_bytes"]), _gib(weights) if weights else ""]
             rows.append([shape["name"], name, paths, *figures, *noise])
     heading = {"machine": found["machine"], "commit": found["commit"], "reps": found["reps"]}
     head = ["shape", "recipe", "products", "ms", "kept, GiB", "weights, GiB", *NAMES]
-    return [RECIPES.format(**heading, note=_note(found)), table(head, rows) + "\n"]
-
-
-def weight_bytes(shape: Mapping[str, Any], recipe: str) -> int:
-    """Return the bytes of a shape's quantized weights, as ``explain()`` states them; older files do not have them."""
-    stated = shape["recipes"][recipe].get("weight_bytes")
-    if stated is not None:
-        return int(stated)
-    experts, hidden, intermediate = shape["experts"], shape["hidden"], shape["intermediate"]
-    fc1 = fm.GroupedLinear(experts, hidden, 2 * intermediate, device="meta", dtype=torch.bfloat16)
-    fc2 = fm.GroupedLinear(experts, intermediate, hidden, device="meta", dtype=torch.bfloat16)
-    rows = torch.empty(shape["rows_in_all"], hidden, device="meta", dtype=torch.bfloat16, requires_grad=True)
-    with under(recipe):
-        chain = fm.Sequential(fc1, fm.SwiGLU(), fc2)
-        (plan,) = chain.explain(rows, splits=torch.empty(experts, device="meta", dtype=torch.int64)).plans
-    return plan.weight_bytes
+    return [RECIPES.format(**heading), table(head, rows) + "\n"]
 
 
 def _head(found: Mapping[str, Any]) -> list[str]:
@@ -101,11 +82,6 @@ def _names(found: Mapping[str, Any]) -> list[str]:
 
 def _star(report: Mapping[str, Any]) -> str:
     return "" if set(report["products"].values()) == {"fused"} else UNFUSED
-
-
-def _note(found: Mapping[str, Any]) -> str:
-    quantized = [r for shape in found["shapes"] for name, r in shape["recipes"].items() if name != "bf16"]
-    return "" if any("fused" in report["products"].values() for report in quantized) else NO_KERNELS
 
 
 def _multiple(ratio: float) -> str:

@@ -15,10 +15,11 @@ import torch
 from benchmarks import shapes, table
 from benchmarks.cases import release
 from benchmarks.ceiling import Ceiling
-from benchmarks.fp8 import kernels, layers, products, quantize, unfused
+from benchmarks.fp8 import layers, products, quantize, unfused
 from benchmarks.problem import Problem
 from benchmarks.results import write
 from benchmarks.shapes import Shape
+from fusedmoe.commands import compile as ahead_of_time
 from fusedmoe.commands.timing import GpuTimer, Timer, why_not
 
 QUANTIZE = UNFUSED = "qwen3-30b-a3b"
@@ -87,7 +88,7 @@ def run(
     """Measure and print; return the result file. An exception in a part is recorded, and the run goes on."""
     started = time.perf_counter()
     found: dict[str, Any] = {
-        "reps": reps, "ceiling": asdict(top), "micro_batches": layers.MICRO_BATCHES, "compiled": None, "quantize": [],
+        "reps": reps, "ceiling": asdict(top), "micro_batches": layers.MICRO_BATCHES, "quantize": [],
         "products": [], "unfused": [], "layers": [], "left_out": {}, "failed": {}, "seconds": {},
     }  # fmt: skip
 
@@ -126,8 +127,7 @@ def run(
     written: list[Path] = []
     if device.type == "cuda":
         with part("compile"):
-            found["compiled"] = kernels.compile_ahead()
-            print(f"compiled {found['compiled']}", flush=True)
+            ahead_of_time.run(ahead_of_time.CompileOptions())
 
     def quantized(problem: Problem) -> list[dict[str, Any]]:
         rows = quantize.measure(problem, timers.kernels, top)

@@ -16,7 +16,7 @@ from benchmarks import demo, mlp, recipes, reference, shapes
 from benchmarks import page as benchmark_page
 from benchmarks.cases import worst_error
 from benchmarks.ceiling import Ceiling
-from benchmarks.fp8 import kernels, layers, page, products, quantize, run, unfused
+from benchmarks.fp8 import layers, page, products, quantize, run, unfused
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers import unfused_fp8
 from benchmarks.peers.ours import Ours
@@ -427,20 +427,6 @@ def test_a_peer_that_raises_is_reported(monkeypatch):
 
 
 # -- the run
-
-
-def test_the_kernels_that_are_compiled_ahead():
-    pytest.importorskip("cutlass")
-    symbols = [kernel.symbol for kernel in kernels.needed()]
-    assert len(symbols) == len(set(symbols))
-    assert "sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_128x256co_c21" in symbols
-    assert "sm90_quantize_weight_bf16_e4m3_rows_columns" in symbols
-    assert not any("geglu" in symbol or "fp16" in symbol for symbol in symbols)
-    assert "sm90_ragged_k_e5m2_bf16_128x256co_c21_tensor_scales" in symbols
-    assert "sm90_quantize_format_bf16_e5m2_given_by_expert_128_rows_columns_sorted_amax" in symbols
-    assert "sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_by_expert_128x256co_c21_tensor_scales" in symbols
-    assert "sm90_update_amax_history" in symbols
-    assert not any("e5m2" in s and not ("tensor_scales" in s or "by_expert" in s) for s in symbols)
 
 
 @pytest.mark.usefixtures("stand_ins")
