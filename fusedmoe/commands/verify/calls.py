@@ -6,6 +6,7 @@ E experts, H hidden, I intermediate.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from copy import deepcopy
@@ -157,28 +158,90 @@ def make_call(case: Case, sizes: Sizes, device: torch.device) -> Call:
     return MODULES[case.module](_Maker(case, sizes, device))
 
 
-class _Maker:
-    """Random values and layers for a case."""
+class Maker:
+    """Random values, and calls with them; the generator's device draws them."""
 
-    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
-        self.case, self.sizes, self.device = case, sizes, device
-        self.dtype = torch.float16 if case.recipe == "fp16" else torch.bfloat16
+    def __init__(
+        self, case: Case, hidden: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    ) -> None:
+        self.case, self.hidden, self.dtype, self.device = case, hidden, dtype, device
         self.experts = len(case.layout.splits)
-        self._generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+        self._generator = generator
 
     def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return normal values."""
-        values = torch.randn(shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        return values.to(self.device, dtype or self.dtype)
+        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=self._generator.device)
+        return drawn.to(self.device, dtype or self.dtype)
 
     def rand(self, *shape: int) -> Tensor:
         """Return values between 0.2 and 1, in fp32."""
-        values = torch.rand(shape, generator=self._generator, dtype=torch.float32, device="cpu")
-        return (values * 0.8 + 0.2).to(self.device)
+        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=self._generator.device)
+        return (drawn * 0.8 + 0.2).to(self.device)
 
-    def permutation(self, count: int) -> Tensor:
-        """Return a random permutation, on the host."""
-        return torch.randperm(count, generator=self._generator, device="cpu")
+    def stored(self, features: int, width: int) -> fm.GroupedLinear:
+        """Return a grouped layer whose weight is stored in FP8."""
+        weight = self.randn(self.experts, features, width, dtype=torch.float32) / width**0.5
+        q = fm.quantize(weight, fp8_block(across=128, power_of_two=False))
+        return fm.GroupedLinear.from_quantized(q.data, q.scale)
+
+    def ready(self, module: nn.Module) -> nn.Module:
+        """Return the module with its weights."""
+        return module
+
+    def of_rows(
+        self, module: nn.Module, *, splits_dtype: torch.dtype = torch.int64, features: int | None = None
+    ) -> Call:
+        """Return a call with rows in the order of experts; its results have ``features``, by default H."""
+        layout = self.case.layout
+        ends = tuple(itertools.accumulate(layout.splits))
+        used = torch.arange(layout.rows, device="cpu") < ends[-1]
+        inputs = {"splits": torch.tensor(layout.splits, dtype=splits_dtype, device=self.device)}
+        if any(isinstance(op, fm.Scale) for op in module.children()):
+            inputs["probs"] = self._poisoned(self.rand(layout.rows), used)
+        return self._call(self.ready(module), layout.rows, inputs, ends, used, features)
+
+    def of_tokens(self, module: nn.Module, top_k: int, weight_dtype: torch.dtype = torch.float32) -> Call:
+        """Return a call with tokens and their experts. The ids of rows without an expert are those of no expert."""
+        layout, on = self.case.layout, self._generator.device
+        counts = torch.tensor([*layout.splits, layout.tail], device="cpu")
+        order = torch.randperm(layout.rows, generator=self._generator, device=on).cpu()
+        index = torch.arange(self.experts + 1, device="cpu").repeat_interleave(counts)[order].view(-1, top_k)
+        weight = self.rand(*index.shape).to(weight_dtype).requires_grad_()
+        inputs = {"expert_index": index.to(self.device), "expert_weight": weight}
+        used = (index < self.experts).any(1)
+        return self._call(self.ready(module), len(index), inputs, (), used)
+
+    def alone(self, module: nn.Module, top_k: int) -> Call:
+        """Return a call with tokens alone."""
+        tokens = self.case.layout.rows // top_k
+        return self._call(self.ready(module), tokens, {}, (), torch.ones(tokens, dtype=torch.bool, device="cpu"))
+
+    def _call(
+        self,
+        module: nn.Module,
+        rows: int,
+        inputs: dict[str, Tensor],
+        ends: tuple[int, ...],
+        used: Tensor,
+        features: int | None = None,
+    ) -> Call:
+        x = self._poisoned(self.randn(rows, self.hidden), used)
+        grad = self._poisoned(self.randn(rows, features or self.hidden), used).detach()
+        return Call(self.case, module, x, inputs, grad, self.experts, ends, used.to(self.device))
+
+    def _poisoned(self, values: Tensor, used: Tensor) -> Tensor:
+        values[~used.to(values.device)] = torch.nan
+        return values.requires_grad_()
+
+
+class _Maker(Maker):
+    """Layers for a case."""
+
+    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
+        dtype = torch.float16 if case.recipe == "fp16" else torch.bfloat16
+        generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
+        super().__init__(case, sizes.hidden, dtype, device, generator)
+        self.sizes = sizes
 
     def activation(self) -> tuple[Op, int]:
         """Return the activation, and the width of its input over that of its output."""
@@ -219,84 +282,42 @@ class _Maker:
                 layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)  # type: ignore[attr-defined]
         return module
 
-    def of_rows(self, *ops: nn.Module) -> Call:
-        """Return a call with rows in the order of experts."""
-        layout = self.case.layout
-        ends = tuple(sum(layout.splits[: e + 1]) for e in range(self.experts))
-        used = torch.arange(layout.rows, device="cpu") < ends[-1]
-        inputs = {"splits": torch.tensor(layout.splits, device=self.device)}
-        if any(isinstance(op, fm.Scale) for op in ops):
-            inputs["probs"] = self._poisoned(self.rand(layout.rows), used)
-        return self._call(self.ready(fm.Sequential(*ops)), layout.rows, inputs, ends, used)
-
-    def of_tokens(self, *ops: nn.Module) -> Call:
-        """Return a call with tokens and their experts. The ids of rows without an expert are those of no expert."""
-        layout = self.case.layout
-        counts = torch.tensor([*layout.splits, layout.tail], device="cpu")
-        experts = torch.arange(self.experts + 1, device="cpu")
-        expert_of_slot = experts.repeat_interleave(counts)[self.permutation(layout.rows)]
-        index = expert_of_slot.view(-1, TOP_K)
-        weight = self.rand(*index.shape).requires_grad_()
-        inputs = {"expert_index": index.to(self.device), "expert_weight": weight}
-        used = (index < self.experts).any(1)
-        return self._call(self.ready(fm.Sequential(*ops)), len(index), inputs, (), used)
-
-    def alone(self, module: nn.Module) -> Call:
-        """Return a call with tokens alone."""
-        tokens = self.case.layout.rows // TOP_K
-        return self._call(self.ready(module), tokens, {}, (), torch.ones(tokens, dtype=torch.bool, device="cpu"))
-
-    def _call(
-        self, module: nn.Module, rows: int, inputs: dict[str, Tensor], ends: tuple[int, ...], used: Tensor
-    ) -> Call:
-        x = self._poisoned(self.randn(rows, self.sizes.hidden), used)
-        grad = self._poisoned(self.randn(rows, self.sizes.hidden), used).detach()
-        return Call(self.case, module, x, inputs, grad, self.experts, ends, used.to(self.device))
-
-    def _poisoned(self, values: Tensor, used: Tensor) -> Tensor:
-        values[~used.to(values.device)] = torch.nan
-        return values.requires_grad_()
-
 
 def _experts(make: _Maker) -> Call:
-    return make.of_rows(*make.mlp())
+    return make.of_rows(fm.Sequential(*make.mlp()))
 
 
 def _routed(make: _Maker) -> Call:
-    return make.of_tokens(fm.Dispatch(), *make.mlp(), fm.Combine(None))
+    return make.of_tokens(fm.Sequential(fm.Dispatch(), *make.mlp(), fm.Combine(None)), TOP_K)
 
 
 def _weighted_at_the_end(make: _Maker) -> Call:
-    return make.of_tokens(fm.Dispatch(), *make.mlp(scale=False), fm.Combine("probs"))
+    return make.of_tokens(fm.Sequential(fm.Dispatch(), *make.mlp(scale=False), fm.Combine("probs")), TOP_K)
 
 
 def _routed_layer(make: _Maker) -> Call:
     layer = make.grouped(make.sizes.hidden, make.sizes.hidden)
-    return make.of_tokens(fm.Dispatch(), layer, fm.Combine(None))
+    return make.of_tokens(fm.Sequential(fm.Dispatch(), layer, fm.Combine(None)), TOP_K)
 
 
 def _moe(make: _Maker) -> Call:
     sizes, options = make.sizes, {"router_bias": make.case.bias, "dtype": make.dtype}
-    return make.alone(
-        fm.MoE(sizes.hidden, sizes.intermediate, 8, TOP_K, shared_intermediate=sizes.shared, **options)  # type: ignore[arg-type]
-    )
+    layer = fm.MoE(sizes.hidden, sizes.intermediate, 8, TOP_K, shared_intermediate=sizes.shared, **options)  # type: ignore[arg-type]
+    return make.alone(layer, TOP_K)
 
 
 def _dense(make: _Maker) -> Call:
     activation, wide = make.activation()
     hidden, width = make.sizes.hidden, make.sizes.shared
     first = fm.Linear(hidden, wide * width, bias=make.case.bias, dtype=make.dtype)
-    return make.alone(fm.Sequential(first, activation, fm.Linear(width, hidden, bias=make.case.bias, dtype=make.dtype)))
+    last = fm.Linear(width, hidden, bias=make.case.bias, dtype=make.dtype)
+    return make.alone(fm.Sequential(first, activation, last), TOP_K)
 
 
 def _stored_weights(make: _Maker) -> Call:
-    def stored(features: int, width: int) -> fm.GroupedLinear:
-        weight = make.randn(make.experts, features, width, dtype=torch.float32) / width**0.5
-        q = fm.quantize(weight, fp8_block(across=128, power_of_two=False))
-        return fm.GroupedLinear.from_quantized(q.data, q.scale)
-
     hidden, intermediate = make.sizes.hidden, make.sizes.intermediate
-    return make.of_rows(stored(2 * intermediate, hidden), fm.SwiGLU(), stored(hidden, intermediate))
+    layers = make.stored(2 * intermediate, hidden), fm.SwiGLU(), make.stored(hidden, intermediate)
+    return make.of_rows(fm.Sequential(*layers))
 
 
 MODULES: dict[str, Callable[[_Maker], Call]] = {

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fusedmoe as fm
-from fusedmoe.commands.verify.calls import Call
+from fusedmoe.commands.verify.calls import Call, Maker
 from fusedmoe.commands.verify.cases import Case, Layout
-from fusedmoe.numerics.formats import fp8_block
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.options import Schedule
@@ -263,9 +262,8 @@ class MadeLayer:
     def _grouped(self, width: int, features: int) -> fm.GroupedLinear:
         layer = self.layer
         if layer.kind == "stored":
-            weight = self._normal(layer.experts, features, width) / width**0.5
-            q = fm.quantize(weight, fp8_block(across=128, power_of_two=False))
-            return fm.GroupedLinear.from_quantized(q.data, q.scale)
+            case = Case(layer.kind, layer.recipe, Layout("", (0,) * layer.experts))
+            return Maker(case, layer.hidden, self.dtype, self.device, self._generator).stored(features, width)
         made = fm.GroupedLinear(layer.experts, width, features, bias=layer.bias, dtype=self.dtype)
         if layer.transposed:
             made.weight = nn.Parameter(made.weight.detach().mT.contiguous().mT)
@@ -290,30 +288,19 @@ class MadeLayer:
     # ---- the arguments ----
 
     def _make_call(self, distribution: str) -> Call:
-        layer = self.layer
+        layer, module = self.layer, self.module
         splits = rows_per_expert(distribution, layer.experts, layer.rows)
         layout = Layout(distribution, tuple(splits), layer.rows - sum(splits))
         case = Case(layer.kind, layer.recipe, layout, main_grad=layer.main_grad, summed=layer.summed)
-        inputs: dict[str, Tensor] = {}
+        make = Maker(case, layer.hidden, self.dtype, self.device, self._generator)
         if layer.kind in ("rows", "first", "stored"):
-            inputs["splits"] = torch.tensor(splits, dtype=layer.splits_dtype, device=self.device)
-            used = torch.arange(layer.rows, device=self.device) < sum(splits)
-            if layer.scaled:
-                inputs["probs"] = self._poisoned(self._weights(layer.rows), used)
-            ends = tuple(torch.tensor(splits, device="cpu").cumsum(0).tolist())
-            return self._call(case, layer.rows, inputs, ends, used)
-        tokens = layer.rows // layer.top_k
+            features = layer.intermediate if layer.kind == "first" else layer.hidden
+            return make.of_rows(module, splits_dtype=layer.splits_dtype, features=features)
         if layer.kind in ("tokens", "slots"):
-            counts = torch.tensor([*splits, layout.tail], device="cpu")
-            experts = torch.arange(layer.experts + 1, device="cpu").repeat_interleave(counts)
-            order = torch.randperm(layer.rows, generator=torch.Generator().manual_seed(2), device="cpu")
-            index = experts[order].view(tokens, layer.top_k).to(self.device)
-            weight = self._weights(tokens, layer.top_k).requires_grad_()
-            inputs = {"expert_index": index, "expert_weight": weight}
-            return self._call(case, tokens, inputs, (), (index < layer.experts).any(1))
-        call = self._call(case, tokens, inputs, (), torch.ones(tokens, dtype=torch.bool, device=self.device))
+            return make.of_tokens(module, layer.top_k, layer.weight_dtype)
+        call = make.alone(module, layer.top_k)
         if layer.kind == "moe":
-            call.x.data = self._logits(splits, tokens).to(self.dtype)
+            call.x.data = self._logits(splits, len(call.x)).to(self.dtype)
         return call
 
     def _logits(self, splits: list[int], tokens: int) -> Tensor:
@@ -332,23 +319,5 @@ class MadeLayer:
         logits = torch.where(rank < layer.top_k, 4 - rank / 4, 0.0)
         return logits @ self.module.router.weight.detach().float()  # type: ignore[operator, union-attr]
 
-    def _call(self, case: Case, rows: int, inputs: dict[str, Tensor], ends: tuple[int, ...], used: Tensor) -> Call:
-        layer = self.layer
-        out = layer.intermediate if layer.kind == "first" else layer.hidden
-        x, grad = (self._poisoned(self._normal(rows, width).to(self.dtype), used) for width in (layer.hidden, out))
-        return Call(case, self.module, x, inputs, grad.detach(), layer.experts, ends, used)
-
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
-
     def _uniform(self, *shape: int) -> Tensor:
         return torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=self.device)
-
-    def _weights(self, *shape: int) -> Tensor:
-        """Return values between 0.2 and 1."""
-        values = self._uniform(*shape) * 0.8 + 0.2
-        return values.to(self.layer.weight_dtype)
-
-    def _poisoned(self, values: Tensor, used: Tensor) -> Tensor:
-        values[~used] = torch.nan
-        return values.requires_grad_()
