@@ -27,7 +27,6 @@ from torch import Tensor, nn
 
 import fusedmoe as fm
 from benchmarks.cases import geometric_mean, release
-from benchmarks.launches import launches, summary
 from benchmarks.problem import Problem
 from benchmarks.recipes import DELAYED, under
 from benchmarks.reference import glu
@@ -138,15 +137,13 @@ def measure(
     timer: Timer,
     micro_batches: Timer,
     device: torch.device,
-    kernels: bool = False,
     recipes: Sequence[str] = RECIPES,
 ) -> dict[str, Any]:
-    """Measure and print one shape; return its entry of the result file. ``kernels`` adds the time of each kernel."""
+    """Measure and print one shape; return its entry of the result file."""
     operands = of_layer(shape, device) if shape.top_k > 1 else of_rows(shape, device)
     notes: dict[str, str | None] = {}
     report: dict[str, dict[str, Any]] = {}
     subjects: dict[str, Subject] = {}
-    exact: tuple[Tensor, ...] | None = None
     for recipe in recipes:
         try:
             subject = operands.subject()
@@ -157,13 +154,6 @@ def measure(
                     _results(subject)  # the first step has no scales
                 found["errors"] = operands.exact_errors(subject, recipe)
                 found["unfused"] = _unfused(subject)
-                results = _results(subject)
-            exact = results if exact is None else exact
-            found["to_bf16"] = {
-                name: relative_difference(a, b)
-                for name, a, b in zip(("y", *subject.leaves), results, exact, strict=True)
-            }
-            del results
             found["weight_bytes"] = fm.weight_cache_bytes(subject.layer)
             worst = max(found["errors"].values())
             right = worst < (WRONG_IN_BF16 if recipe == "bf16" else WRONG)
@@ -173,7 +163,6 @@ def measure(
         except Exception as raised:  # noqa: BLE001 reported in the rows of the recipe
             notes[recipe] = why_not(raised)
             release(device)
-    del exact
     release(device)
     rows = []
     accumulating = {recipe: operands.subject(accumulates=True) for recipe in subjects}
@@ -202,8 +191,6 @@ def measure(
         release(device)
     entry = asdict(shape) | {"layer": "MoE" if shape.top_k > 1 else "experts", "rows": [asdict(row) for row in rows]}
     entry |= {"recipes": report}
-    if kernels and device.type == "cuda":
-        entry["kernels"] = _kernels(subjects, device)
     print("\n".join(lines(entry)), flush=True)
     return entry
 
@@ -234,19 +221,6 @@ def call_of(case: str, subject: Subject, recipe: str) -> Callable[[], Any]:
     return quantizing(forward if case == FORWARD else step)
 
 
-def relative_difference(got: Tensor, expected: Tensor) -> float:
-    """Return ``|got - expected| / |expected|``, in norm. It is summed in fp32 over parts, to need little memory."""
-    squares = [0.0, 0.0]
-    parts = zip(got.flatten().split(_PART), expected.flatten().split(_PART), strict=True)
-    for a, b in parts:
-        squares[0] += (a.float() - b.float()).square().sum().item()
-        squares[1] += b.float().square().sum().item()
-    return float((squares[0] / squares[1]) ** 0.5) if squares[1] else 0.0
-
-
-_PART = 1 << 26
-
-
 def lines(entry: Mapping[str, Any]) -> list[str]:
     """Return the table of a shape."""
     text = [f"  {'case':52}{'recipe':24}{'ms':>9}{'TFLOP/s':>9}{'speedup':>9}{'kept GiB':>10}{'peak GiB':>10}"]
@@ -258,10 +232,9 @@ def lines(entry: Mapping[str, Any]) -> list[str]:
             figures = f"{row['ms']:9.3f}{row['tflops']:9.0f}{speedup:>9}{memory}"
         text.append(f"  {row['case']:52}{row['recipe']:24}{figures}  {row['note']}".rstrip())
     for recipe, found in entry["recipes"].items():
-        for what, title in (("errors", "error to fp64"), ("to_bf16", "difference to bf16")):
-            if what in found:
-                each = ", ".join(f"{name} {error:.1e}" for name, error in found[what].items())
-                text.append(f"  {recipe}: {title}: {each}")
+        if "errors" in found:
+            each = ", ".join(f"{name} {error:.1e}" for name, error in found["errors"].items())
+            text.append(f"  {recipe}: error to fp64: {each}")
         if found.get("unfused"):
             text.append(f"  {recipe}: not fused: {', '.join(found['unfused'])}")
     return text
@@ -307,17 +280,6 @@ def _memory(
                 found[recipe] = memory_of(call, device)
             except Exception as raised:  # noqa: BLE001 reported in the recipe's row
                 notes[recipe] = f"memory of {case} not measured: {why_not(raised)}"
-    return found
-
-
-def _kernels(subjects: Mapping[str, Subject], device: torch.device) -> dict[str, Any]:
-    """Return the launches of a forward and backward pass by recipe, with the time of each kernel."""
-    found: dict[str, Any] = {}
-    for recipe, subject in subjects.items():
-        try:
-            found[recipe] = summary(launches(call_of(STEP, subject, recipe), device))
-        except Exception as raised:  # noqa: BLE001 a failing profiler must not discard the measurements
-            found[recipe] = {"note": why_not(raised)}
     return found
 
 

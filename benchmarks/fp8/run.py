@@ -114,14 +114,14 @@ def run(
                 found[section].append(entry)
                 entry["rows"] = measure(problem)
 
-    def of_layer(shape: Shape, with_kernels: bool) -> None:
+    def of_layer(shape: Shape) -> None:
         if why := layers.why_left_out(shape):
             found["left_out"][shape.name] = why
             return
         with part(f"layers, {shape.name}"):
             print(f"\nlayer {shape.name}: {asdict(shape)}", flush=True)
             recipes = (*layers.RECIPES, *(layers.BY_EXPERT if shape.name in chosen.tensor else ()))
-            entry = layers.measure(shape, timers.layers, timers.micro_batches, device, with_kernels, recipes)
+            entry = layers.measure(shape, timers.layers, timers.micro_batches, device, recipes)
             found["layers"].append(entry)
 
     written: list[Path] = []
@@ -141,14 +141,14 @@ def run(
 
     on_rows("products", chosen.products, multiplied)
     for shape in chosen.layers:
-        of_layer(shape, with_kernels=True)
+        of_layer(shape)
     on_rows("unfused", chosen.unfused, lambda problem: unfused.measure(problem, timers.layers))
     longest = max([s for name, s in found["seconds"].items() if name.startswith("layers")], default=0.0)
     for shape in chosen.more:
         if time.perf_counter() - started + longest > seconds:
             found["left_out"][shape.name] = f"no time left of {seconds:.0f} s"
         else:
-            of_layer(shape, with_kernels=False)
+            of_layer(shape)
     found["speedups"] = layers.speedups(found["layers"])
     found["seconds"]["all"] = round(time.perf_counter() - started, 2)
     print(f"\nleft out: {found['left_out'] or 'nothing'}; failed: {', '.join(found['failed']) or 'nothing'}")
