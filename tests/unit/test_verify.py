@@ -14,7 +14,7 @@ from fusedmoe.commands.verify import command as command
 from fusedmoe.commands.verify import rules as whole
 from fusedmoe.commands.verify.calls import make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.commands.verify.checks import Effort, run_case
+from fusedmoe.commands.verify.checks import run_case
 from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu
 from fusedmoe.commands.verify.memory import poisoned_memory
 from fusedmoe.commands.verify.rules import verify
@@ -29,7 +29,7 @@ EXPERTS = Case("experts", "bf16", LAYOUT)
 SLOTS = Layout("few slots", (5, 0, 2, 9), 4)
 MXFP8 = Case("experts", "mxfp8", LAYOUT)
 ROUTED = Case("routed", "bf16", LAYOUT)
-FAST = Effort(repeats=2)
+FAST = 2  # repeats
 
 
 class Machine:
@@ -45,9 +45,6 @@ class Machine:
 
     def on_two_streams(self, call):
         return [call(), self._maybe_wrong("on_two_streams", call())]
-
-    def microseconds(self, calls):
-        return {name: (call(), 40.0 if name == "fused" else 100.0)[1] for name, call in calls.items()}
 
     def _maybe_wrong(self, name, results):
         return {n: t + 1 for n, t in results.items()} if name == self.wrong else results
@@ -136,7 +133,7 @@ def test_the_command_passes_and_prints_a_table(hopper, capsys):
     out = capsys.readouterr().out
     assert "a stand-in (sm_90), driver 1.2.3, fusedmoe " in out
     line = next(line for line in out.splitlines() if line.startswith("sm90.grouped_gemm_activation "))
-    assert line.split()[1:] == ["1", line.split()[2], "0.015", "2/2", "yes", "yes", "40", "100", "yes"]
+    assert line.split()[1:] == ["1", line.split()[2], "0.015", "2/2", "yes", "yes", "yes"]
     assert 0 < float(line.split()[2]) < 0.01
     assert "sm90.fp8_grouped_gemm: no case ran it" in out
     assert "sm90.gemm_of_leaving_rows: runs beside exchanges between ranks: not checked" in out
@@ -511,7 +508,7 @@ def test_json(hopper, capsys, tmp_path, monkeypatch):
     assert {rule["rule"] for rule in found["rules"]} == PASSING
     gemm = next(rule for rule in found["rules"] if rule["rule"] == "sm90.grouped_gemm")
     assert gemm["passed"] is True
-    assert (gemm["cases"], gemm["repeats"], gemm["us_fused"], gemm["us_unfused"]) == (1, [2, 2], 40.0, 100.0)
+    assert (gemm["cases"], gemm["repeats"]) == (1, [2, 2])
     assert next(rule for rule in found["rules"] if rule["rule"] == BETWEEN_RANKS[0])["error"] is None
     first, second = found["cases"]
     assert first["name"] == "experts, bf16, few rows"
@@ -576,6 +573,6 @@ def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
 def test_each_call_quantizes_the_weights(hopper):
     """So the rule that does so is repeated too."""
     sm90_stand_ins.calls.clear()
-    run_case(Case("experts", "fp8_block", LAYOUT), SMALL, hopper, Effort(repeats=3, timed=False))
+    run_case(Case("experts", "fp8_block", LAYOUT), SMALL, hopper, 3)
     calls = 1 + 3 + 1 + 2  # the first, repeats, a graph, streams
     assert len([name for name, _ in sm90_stand_ins.calls if name == "quantize_weight"]) == 2 * calls

@@ -10,7 +10,7 @@ import torch
 from fusedmoe.commands.verify import rules
 from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
 from fusedmoe.commands.verify.cases import LAYOUTS, Case, Sizes, cases_for
-from fusedmoe.commands.verify.checks import Effort, Found, Outcome
+from fusedmoe.commands.verify.checks import Found, Outcome
 from fusedmoe.kernels.build import compiler
 
 CPU = torch.device("cpu")
@@ -79,6 +79,6 @@ def test_it_begins_after_the_first_case_that_compiles(monkeypatch, compiles):
     monkeypatch.setattr(rules, "_rules_of", lambda machine: [])
     monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - compiles)))
     machine = SimpleNamespace(device=CPU, arch=90)
-    rules.verify(machine, CASES, Sizes(), Effort(), compile_ahead=lambda *given: ahead.append(given))
+    rules.verify(machine, CASES, Sizes(), compile_ahead=lambda *given: ahead.append(given))
     assert ran == CASES
     assert ahead == [(CASES[compiles + 1 :], Sizes(), CPU)]

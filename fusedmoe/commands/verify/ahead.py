@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from fusedmoe.commands.verify.cases import UNEVEN, Case, Sizes
-from fusedmoe.commands.verify.checks import Effort, run_case
+from fusedmoe.commands.verify.checks import run_case
 from fusedmoe.commands.verify.machine import Gpu
 from fusedmoe.kernels.build import cache
 from fusedmoe.kernels.sm100 import package
@@ -91,4 +91,4 @@ def _run(case: Case, sizes: Sizes, device: torch.device) -> None:
     warnings.simplefilter("ignore")  # those of the verification itself are enough
     torch.cuda.set_device(device)
     with package.being_verified():
-        run_case(case, sizes, Gpu(device), Effort(repeats=0, timed=False))
+        run_case(case, sizes, Gpu(device), repeats=0)

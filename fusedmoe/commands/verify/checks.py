@@ -1,4 +1,4 @@
-"""Runs a case: errors, rows after the last expert, repeats, a CUDA graph, two streams, and times."""
+"""Runs a case: errors, rows after the last expert, repeats, a CUDA graph, and two streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -22,24 +22,16 @@ from fusedmoe.commands.verify.memory import poisoned_memory
 if TYPE_CHECKING:
     from fusedmoe.commands.verify.machine import Machine, Results
 
-__all__ = ["Effort", "Found", "Outcome", "run_case"]
+__all__ = ["REPEATS", "Found", "Outcome", "run_case"]
 
 OF_ROWS = ("y", "x", "probs")
 """The results with one row per row of the input."""
-TIMED = ("fused", "unfused")
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much of a case runs: the number of repeats, and whether it is timed."""
-
-    repeats: int = 20
-    timed: bool = True
+REPEATS = 20
 
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of the checks of a case, except the times.
+    """The findings of the checks of a case.
 
     Attributes
     ----------
@@ -84,15 +76,12 @@ class Outcome:
         The findings.
     blamed
         Of a case with problems: the rules without which it has none; all its rules if there are none.
-    us
-        Microseconds of the whole call, by ``"fused"`` and ``"unfused"``; empty if it was not timed.
     """
 
     case: Case
     rules: tuple[str, ...]
     found: Found
     blamed: tuple[str, ...] = ()
-    us: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -100,7 +89,7 @@ class Outcome:
         return not self.found.problems
 
 
-def run_case(case: Case, sizes: Sizes, machine: Machine, effort: Effort) -> Outcome:
+def run_case(case: Case, sizes: Sizes, machine: Machine, repeats: int = REPEATS) -> Outcome:
     """Run a case and, if it fails, find the rules that it fails with. An exception of a call is a problem."""
     rules: tuple[str, ...] = ()
     try:
@@ -116,12 +105,10 @@ def run_case(case: Case, sizes: Sizes, machine: Machine, effort: Effort) -> Outc
         return Outcome(case, rules, Found(problems=("no rule ran",)))
 
     def look(disabled: tuple[str, ...]) -> Found:
-        return _look(call, machine, effort, (*case.disabled, *disabled), rules, captures)
+        return _look(call, machine, repeats, (*case.disabled, *disabled), rules, captures)
 
     found = look(())
-    if found.problems:
-        return Outcome(case, rules, found, _blamed(rules, look))
-    return Outcome(case, rules, found, us=_times(call, machine) if effort.timed and not call.has_state else {})
+    return Outcome(case, rules, found, _blamed(rules, look) if found.problems else ())
 
 
 def _blamed(rules: tuple[str, ...], look: Callable[[tuple[str, ...]], Found]) -> tuple[str, ...]:
@@ -129,7 +116,7 @@ def _blamed(rules: tuple[str, ...], look: Callable[[tuple[str, ...]], Found]) ->
 
 
 def _look(
-    call: Call, machine: Machine, effort: Effort, disabled: tuple[str, ...], rules: Collection[str], captures: bool
+    call: Call, machine: Machine, repeats: int, disabled: tuple[str, ...], rules: Collection[str], captures: bool
 ) -> Found:
     try:
         with _without(("*",)):
@@ -137,7 +124,7 @@ def _look(
             expected = call.results()
         with _without(disabled):
             left = [rule for rule in rules if rule not in disabled]
-            return _compared(call, machine, effort, expected, left, captures)
+            return _compared(call, machine, repeats, expected, left, captures)
     except Exception as error:  # noqa: BLE001  reported as the problem of the case
         return Found(problems=(_said(error),))
     finally:
@@ -145,7 +132,7 @@ def _look(
 
 
 def _compared(
-    call: Call, machine: Machine, effort: Effort, expected: Results, rules: Collection[str], captures: bool
+    call: Call, machine: Machine, repeats: int, expected: Results, rules: Collection[str], captures: bool
 ) -> Found:
     """Return the findings of fused calls."""
     call.forget_quantized_weights()
@@ -161,11 +148,11 @@ def _compared(
         return _same(results, first, inexact)
 
     equal = 0
-    for _ in range(effort.repeats):
+    for _ in range(repeats):
         call.forget_quantized_weights()
         equal += same(call.results())
-    if equal < effort.repeats:
-        problems.append(f"{effort.repeats - equal} of {effort.repeats} repeats differ")
+    if equal < repeats:
+        problems.append(f"{repeats - equal} of {repeats} repeats differ")
     graph = streams = None
     if captures and not (call.has_state or call.draws):
         graph = same(machine.replayed(call.results))
@@ -173,20 +160,7 @@ def _compared(
     if not (call.has_state or call.draws or call.shares_memory):
         streams = all(map(same, machine.on_two_streams(call.results)))
         problems += [] if streams else ["calls on two streams differ"]
-    return replace(found, repeats=(equal, effort.repeats), graph=graph, streams=streams, problems=tuple(problems))
-
-
-def _times(call: Call, machine: Machine) -> dict[str, float]:
-    """Return the times of the whole call, which quantizes the weights if the recipe does."""
-
-    def run(disabled: tuple[str, ...]) -> Callable[[], object]:
-        def timed() -> object:
-            with _without(disabled):
-                return call.results()
-
-        return timed
-
-    return machine.microseconds(dict(zip(TIMED, (run(call.case.disabled), run(("*",))), strict=True)))
+    return replace(found, repeats=(equal, repeats), graph=graph, streams=streams, problems=tuple(problems))
 
 
 # ---- comparisons ----------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fusedmoe.commands.verify.cases import Case
-    from fusedmoe.commands.verify.checks import Effort
     from fusedmoe.commands.verify.machine import Machine
     from fusedmoe.commands.verify.rules import Verification
 
@@ -65,7 +64,7 @@ def run(
     options: VerifyOptions,
     find: Callable[[], Machine] | None = None,
     cases: Sequence[Case] | None = None,
-    effort: Effort | None = None,
+    repeats: int | None = None,
 ) -> int:
     """Verify or soak, print and write; return the exit status: 1 for a failure, 2 without a GPU that has kernels.
 
@@ -73,8 +72,8 @@ def run(
     ----------
     options
         The options of the command.
-    find, cases, effort
-        The function that finds the GPU, the cases, and how much of each runs; by default those of
+    find, cases, repeats
+        The function that finds the GPU, the cases, and the repeats of each; by default those of
         `fusedmoe.commands.verify`.
 
     Raises
@@ -91,7 +90,7 @@ def run(
     # deferred: the modules import the whole package
     from fusedmoe.commands.verify import cases as all_cases
     from fusedmoe.commands.verify.ahead import compile_ahead
-    from fusedmoe.commands.verify.checks import Effort
+    from fusedmoe.commands.verify.checks import REPEATS
     from fusedmoe.commands.verify.machine import NoGpuError, find_gpu
     from fusedmoe.commands.verify.report import as_data, problems, table
     from fusedmoe.commands.verify.rules import verify
@@ -103,7 +102,7 @@ def run(
         _forget_stamp(machine)
         with counted(len(cases), "cases") as advance, _quiet():
             ahead = functools.partial(compile_ahead, say=print)
-            found = verify(machine, cases, effort=effort or Effort(), advance=advance, compile_ahead=ahead)
+            found = verify(machine, cases, repeats=repeats or REPEATS, advance=advance, compile_ahead=ahead)
     except NoGpuError as error:
         print(f"fusedmoe verify: error: {error}", file=sys.stderr)
         return NO_GPU

@@ -1,8 +1,8 @@
-"""The interface to the GPU: times, CUDA graphs and streams. Tests replace it."""
+"""The interface to the GPU: CUDA graphs and streams. Tests replace it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fusedmoe.base.target import arch_of
 from fusedmoe.commands.doctor import driver
-from fusedmoe.commands.timing import GpuTimer
 
 __all__ = ["Gpu", "Machine", "NoGpuError", "Results", "find_gpu"]
 
@@ -46,23 +45,18 @@ class Machine(Protocol):
     def on_two_streams(self, call: Callable[[], Results]) -> list[Results]:
         """Return the results of calls on two streams at once."""
 
-    def microseconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Return the median time of each call on the device."""
-
 
 class Gpu:
     """A GPU of this machine, as a `Machine`."""
 
     WARM_UPS = 2
     CALLS_PER_STREAM = 3
-    REPS, HOST_REPS = 10, 3
 
     def __init__(self, device: torch.device) -> None:
         arch = arch_of(device)
         assert arch is not None, "find_gpu has checked it"
         self.device, self.arch = device, arch
         self.name, self.driver = torch.cuda.get_device_name(device), driver()
-        self._timer: GpuTimer | None = None
 
     def replayed(self, call: Callable[[], Results]) -> Results:
         """Capture a call, overwrite its results with NaN, and replay it."""
@@ -93,13 +87,6 @@ class Gpu:
                     found.append(call())
         torch.cuda.synchronize(self.device)
         return found
-
-    def microseconds(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        """Time the calls with CUDA events, interleaved, as ``fusedmoe bench`` does."""
-        if self._timer is None:
-            self._timer = GpuTimer(self.device, self.REPS, self.HOST_REPS)
-        times = self._timer.measure(dict(calls))
-        return {name: time.median_ms * 1e3 for name, time in times.items()}
 
 
 def find_gpu() -> Gpu:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["as_data", "problems", "soak_as_data", "soak_table", "table"]
 
-HEAD = ("rule", "cases", "error", "bound", "repeats", "graph", "streams", "us fused", "us unfused", "passed")
+HEAD = ("rule", "cases", "error", "bound", "repeats", "graph", "streams", "passed")
 
 
 def table(verification: Verification) -> str:
@@ -47,7 +47,7 @@ def as_data(verification: Verification, machine: Machine) -> dict[str, Any]:
 
 def _case(outcome: Outcome) -> dict[str, Any]:
     found: dict[str, Any] = {"name": outcome.case.name, **dataclasses.asdict(outcome.case)}
-    found |= {"passed": outcome.passed, "rules": outcome.rules, "blamed": outcome.blamed, "us": outcome.us}
+    found |= {"passed": outcome.passed, "rules": outcome.rules, "blamed": outcome.blamed}
     plain: dict[str, Any] = _plain(found | dataclasses.asdict(outcome.found))
     return plain
 
@@ -72,8 +72,6 @@ def _row(result: RuleResult) -> tuple[str, ...]:
         f"{equal}/{repeats}" if repeats else "-",
         _answer(result.graph),
         _answer(result.streams),
-        _number(result.us_fused, ",.0f"),
-        _number(result.us_unfused, ",.0f"),
         _answer(result.passed) if result.cases or not result.passed else "not checked",
     )
 

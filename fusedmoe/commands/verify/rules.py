@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from fusedmoe.builtin_rules import BUILTIN
-from fusedmoe.commands.verify.cases import BETWEEN_RANKS, UNEVEN, Case, Sizes, cases_for
-from fusedmoe.commands.verify.checks import Effort, Outcome, run_case
+from fusedmoe.commands.verify.cases import BETWEEN_RANKS, Case, Sizes, cases_for
+from fusedmoe.commands.verify.checks import REPEATS, Outcome, run_case
 from fusedmoe.commands.verify.machine import Machine, NoGpuError
 from fusedmoe.fusion.language.registry import what_is_missing, why_unavailable
 from fusedmoe.kernels.build import compiler
@@ -19,7 +19,7 @@ from fusedmoe.kernels.sm100 import package
 __all__ = ["RuleResult", "Verification", "verify"]
 
 
-SIZES, EFFORT = Sizes(), Effort()
+SIZES = Sizes()
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,6 @@ class RuleResult:
         The repeats that had the same bits, and all repeats.
     graph, streams
         Whether CUDA graphs and calls on two streams had the same bits; None if no case had them.
-    us_fused, us_unfused
-        Microseconds of the whole call of the first case that was timed; NaN if none was.
     problems
         The problems of cases that failed with the rule, each after the name of the case.
     note
@@ -55,8 +53,6 @@ class RuleResult:
     repeats: tuple[int, int]
     graph: bool | None
     streams: bool | None
-    us_fused: float
-    us_unfused: float
     problems: tuple[str, ...]
     note: str
     passed: bool
@@ -85,7 +81,7 @@ def verify(
     machine: Machine,
     cases: Sequence[Case] | None = None,
     sizes: Sizes = SIZES,
-    effort: Effort = EFFORT,
+    repeats: int = REPEATS,
     advance: Callable[[str], None] = lambda name: None,
     compile_ahead: Callable[[Sequence[Case], Sizes, torch.device], None] | None = None,
 ) -> Verification:
@@ -97,8 +93,8 @@ def verify(
         The GPU.
     cases
         The cases; by default all for the architecture.
-    sizes, effort
-        The widths of the layers, and how much of a case runs.
+    sizes, repeats
+        The widths of the layers, and the repeats of a case.
     advance
         Called with the name of each completed case.
     compile_ahead
@@ -114,13 +110,9 @@ def verify(
     with package.being_verified():
         rules = _rules_of(machine)
         outcomes = []
-        timed: set[Case] = set()  # with one layout in place of all
         for case in cases:
-            of_all_layouts = replace(case, layout=UNEVEN)
-            wanted = effort if of_all_layouts not in timed else Effort(effort.repeats, timed=False)
             compiled = compiler.stats().compiled
-            outcomes.append(run_case(case, sizes, machine, wanted))
-            timed.add(of_all_layouts)
+            outcomes.append(run_case(case, sizes, machine, repeats))
             advance(case.name)
             if compile_ahead is not None and compiler.stats().compiled > compiled:
                 compile_ahead(cases[len(outcomes) :], sizes, machine.device)
@@ -148,7 +140,6 @@ def _result(rule: str, outcomes: Sequence[Outcome]) -> RuleResult:
     found = [outcome.found for outcome in ran if outcome.passed or outcome in failed]
     errors = [f for f in found if not math.isnan(f.bound)]
     worst = max(errors, key=lambda f: f.error / f.bound, default=None)
-    times = next((outcome.us for outcome in ran if outcome.us), {})
     between_ranks = rule in BETWEEN_RANKS
     note = "" if ran else "runs beside exchanges between ranks: not checked" if between_ranks else "no case ran it"
     return RuleResult(
@@ -159,8 +150,6 @@ def _result(rule: str, outcomes: Sequence[Outcome]) -> RuleResult:
         (sum(f.repeats[0] for f in found), sum(f.repeats[1] for f in found)),
         _all(f.graph for f in found),
         _all(f.streams for f in found),
-        times.get("fused", math.nan),
-        times.get("unfused", math.nan),
         tuple(f"{outcome.case.name}: {problem}" for outcome in failed for problem in outcome.found.problems),
         note,
         not failed and (bool(ran) or between_ranks),
