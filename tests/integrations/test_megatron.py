@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from framework_oracle import exact, install, loop, swiglu
-from rounding import relative_error
+from kit.rounding import relative_error
 from torch import distributed as dist
 
 import fusedmoe as fm

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torchtitan_stand_in as stand_in
 from framework_oracle import exact, import_anew, install, loop, swiglu
-from rounding import relative_error
+from kit.rounding import relative_error
 from torch import distributed as dist
 
 import fusedmoe as fm

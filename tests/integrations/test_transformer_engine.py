@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformer_engine_stand_in as te
 from framework_oracle import install
-from rounding import relative_error
+from kit.rounding import relative_error
 
 import fusedmoe as fm
 from fusedmoe.integrations.transformer_engine import from_te, to_te

@@ -1,26 +1,27 @@
 """Casts to small types, bit for bit against ml_dtypes and gfloat: all bf16 values, and fp32 of all exponents."""
 
-import format_oracles as oracles
 import gfloat
 import numpy as np
 import pytest
 import torch
 from gfloat import formats as gfloat_formats
+from kit import formats as oracles
 
 from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, nvfp4, quantize
 from fusedmoe.numerics.formats.casts import from_codes, pack, to_codes, unpack
 from fusedmoe.numerics.formats.format import Quantizer
 
-ELEMENTS = [E4M3, E5M2, E2M1]
 GFLOAT = {
     "e4m3": gfloat_formats.format_info_ocp_e4m3,
     "e5m2": gfloat_formats.format_info_ocp_e5m2,
     "e2m1": gfloat_formats.format_info_ocp_e2m1,
 }
+every_element = pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
 
 
-def all_bf16():
-    return torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+def bf16(count=2**16):
+    """The first so many bit patterns: from 0 upwards, then the negative ones."""
+    return torch.arange(count, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
 
 
 def any_fp32(count):
@@ -41,18 +42,14 @@ def byte_codes(x, element, *args):
     return to_codes(x, element, *args).view(torch.uint8).numpy()
 
 
-@pytest.mark.parametrize("element", ELEMENTS, ids=str)
-def test_ml_dtypes(element):
+@every_element
+def test_rounding_to_nearest(element):
     # a third of the random values near the type's own exponents
-    x = torch.cat((all_bf16(), any_fp32(200_000), torch.randn(100_000) * element.max / 3, beside_ties(element)))
+    x = torch.cat((bf16(), any_fp32(200_000), torch.randn(100_000) * element.max / 3, beside_ties(element)))
     assert x.isnan().any()
     assert x.isinf().any()
     np.testing.assert_array_equal(byte_codes(x, element), oracles.codes_of(x.numpy(), element.name))
-
-
-@pytest.mark.parametrize("element", ELEMENTS, ids=str)
-def test_gfloat(element):
-    x = torch.cat((all_bf16(), beside_ties(element)))
+    x = torch.cat((bf16(), beside_ties(element)))
     x = x[x.isfinite()]
     info = GFLOAT[element.name]
     rounded = gfloat.round_ndarray(info, x.double().numpy(), sat=True)
@@ -63,7 +60,7 @@ def test_gfloat(element):
     ("element", "largest", "nan", "minus", "infinite"),
     [(E4M3, 0x7E, 0x7F, 0x80, [0x7F, 0x7F]), (E5M2, 0x7B, 0x7F, 0x80, [0x7F, 0x7F]), (E2M1, 7, 7, 8, [7, 15])],
 )
-def test_what_casts_leave_open(element, largest, nan, minus, infinite):
+def test_cases_that_casts_leave_open(element, largest, nan, minus, infinite):
     inf = float("inf")
     x = torch.tensor([inf, -inf, 3e38, -3e38, float("nan"), -float("nan"), 0.0, -0.0, 1e-45, -1e-45])
     assert x[5].signbit()
@@ -71,14 +68,7 @@ def test_what_casts_leave_open(element, largest, nan, minus, infinite):
     assert byte_codes(x, element).tolist() == expected
 
 
-def test_ties_of_e2m1_go_to_the_even_code():
-    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    even = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0])
-    for sign in (1, -1):
-        assert torch.equal(from_codes(to_codes(sign * ties, E2M1), E2M1), sign * even)
-
-
-@pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
+@every_element
 def test_values_of_all_codes(element):
     codes = torch.arange(2**element.bits, dtype=torch.uint8)
     values = from_codes(codes.view(element.dtype), element)
@@ -90,36 +80,31 @@ def test_values_of_all_codes(element):
     assert torch.equal(to_codes(values, element).view(torch.uint8)[finite], codes[finite])
 
 
-def test_the_even_element_is_the_low_half():
-    assert pack(torch.tensor([0x1, 0xE, 0xF, 0x8], dtype=torch.uint8)).tolist() == [0xE1, 0x8F]
-    assert pack(torch.tensor([0x1, 0xE, 0xF], dtype=torch.uint8)).tolist() == [0xE1, 0x0F]
-    assert unpack(torch.tensor([0xE1, 0x8F], dtype=torch.uint8), 4).tolist() == [0x1, 0xE, 0xF, 0x8]
-
-
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 16])
-def test_packing_round_trip(length):
+def test_packing(length):
     codes = torch.randint(0, 16, (3, 2, length), dtype=torch.uint8)
     packed = pack(codes)
     assert packed.shape == (3, 2, (length + 1) // 2)
     assert torch.equal(unpack(packed, length), codes)
     np.testing.assert_array_equal(packed.numpy(), oracles.packed(codes.numpy()))
+    assert pack(torch.tensor([0x1, 0xE, 0xF], dtype=torch.uint8)).tolist() == [
+        0xE1,
+        0x0F,
+    ]  # the even one is the low half
 
 
-def magnitudes_in_range():
-    """All bf16 from 0 to 8: beyond the largest value too, in which nothing is left to chance."""
-    return torch.arange(0x4100 + 1, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).float()
+# --- stochastic rounding -------------------------------------------------------------------------------------------
+
+UP_TO_8 = 0x4100 + 1  # bf16 values from 0 to 8: beyond the largest of E2M1, where nothing is left to chance
 
 
 def test_stochastic_rounding():
     bits = torch.arange(256, dtype=torch.uint8)
-    for part in magnitudes_in_range().split(4096):
+    for part in bf16(UP_TO_8).split(4096):
         x = part[:, None].expand(-1, 256).clone()
         x[::2] *= -1
         codes = byte_codes(x, E2M1, bits.expand_as(x))
         np.testing.assert_array_equal(codes, oracles.stochastic_codes(x.numpy(), bits.expand_as(x).numpy()))
-
-
-def test_stochastic_rounding_of_any_fp32():
     x = torch.cat((any_fp32(200_000), torch.randn(200_000) * 3, beside_ties(E2M1)))
     bits = torch.randint(0, 256, x.shape, dtype=torch.uint8)
     assert x.isnan().any()
@@ -130,7 +115,7 @@ def test_stochastic_rounding_of_any_fp32():
 
 def test_stochastic_rounding_is_unbiased_and_never_goes_further_than_a_neighbour():
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    x = magnitudes_in_range()
+    x = bf16(UP_TO_8)
     x = x[x <= 6]
     bits = torch.arange(256, dtype=torch.uint8)
     rounded = from_codes(to_codes(x[:, None].expand(-1, 256), E2M1, bits.expand(len(x), -1)), E2M1)
@@ -147,22 +132,18 @@ def test_stochastic_rounding_is_unbiased_and_never_goes_further_than_a_neighbour
 
 
 def test_seeds():
-    x = torch.randn(64, 64)
-    quantizer = Quantizer(nvfp4(), stochastic_rounding=True)
+    x, quantizer = torch.randn(64, 64), Quantizer(nvfp4(), stochastic_rounding=True)
 
-    def codes(seed):
+    def of_global(seed):
         torch.manual_seed(seed)
         return quantize(x, quantizer).data
-
-    assert torch.equal(codes(1), codes(1))
-    assert not torch.equal(codes(1), codes(2))
 
     def of_generator(seed):
         return quantize(x, quantizer, generator=torch.Generator().manual_seed(seed)).data
 
-    assert torch.equal(of_generator(1), of_generator(1))
-    assert not torch.equal(of_generator(1), of_generator(2))
-    torch.manual_seed(1)
+    for codes in (of_global, of_generator):
+        assert torch.equal(codes(1), codes(1))
+        assert not torch.equal(codes(1), codes(2))
     state = torch.get_rng_state()
     of_generator(3)
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,65 +1,157 @@
-"""Linear alone: one group, any leading dimensions."""
+"""GroupedLinear and Linear alone, against a loop of ``F.linear`` over the experts and against ``F.grouped_mm``."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles import exact_copies
-from rounding import ROUNDOFF, relative_error
+from hypothesis import given
+from kit.compare import assert_accurate, assert_bitwise, assert_same_function, pairwise, with_gradients
+from kit.layers import drawn, leaf, outcome, poison_tail
+from kit.oracles import exact_copies, grouped_linear
+from kit.rounding import ROUNDOFF, error_bound
+from kit.splits import splits_and_rows
 
 import fusedmoe as fm
 from fusedmoe.numerics.recipes import NVFP4
 
 
-@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)])
-@pytest.mark.parametrize("bias", [True, False])
-def test_leading_dimensions(shape, bias):
-    op = fm.Linear(4, 3, bias=bias, dtype=torch.float64)
-    (x,) = exact_copies(torch.randn(shape))
-    y, expected = op(x), F.linear(x, op.weight, op.bias)
-    assert y.shape == (*shape[:-1], 3)
-    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-14)
-    dy = torch.randn_like(expected)
-    wanted = (x, *op.parameters())
-    found = torch.autograd.grad(y, wanted, dy)
-    for got, want in zip(found, torch.autograd.grad(expected, wanted, dy), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+def layer(experts, k, n, bias=False, dtype=torch.float64):
+    return drawn(fm.GroupedLinear(experts, k, n, bias=bias, dtype=torch.float64), 1.0).to(dtype)
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_gradcheck(bias):
-    op = fm.Linear(3, 2, bias=bias, dtype=torch.float64)
-    (x,) = exact_copies(torch.randn(2, 2, 3))
+# widths of 8 go through F.grouped_mm where the dtype does, widths of 3 and 5 through the loop
+@given(splits_and_rows())
+@pytest.mark.parametrize(
+    ("dtype", "bias", "width"), pairwise([torch.float64, torch.float32], [False, True], [(8, 16), (3, 5)]), ids=str
+)
+def test_any_splits(dtype, bias, width, drawn):
+    splits, rows = drawn
+    op, x, dy = layer(len(splits), *width, bias, dtype), leaf(rows, width[0], dtype=dtype), leaf(rows, width[1])
+    y, dy = op(x, splits=splits), dy.detach().to(dtype)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
+    wanted, expected = [x, *op.parameters()], grouped_linear(x, op.weight, op.bias, splits)
+    assert_same_function(y, expected, wanted, dy, zeros=True, **tolerance)
+    # zeros that are zeros, not small
+    y, dx, *of_parameters = with_gradients(op(x, splits=splits), wanted, dy)
+    total = int(splits.sum())
+    assert not y[total:].any()
+    assert not dx[total:].any()
+    assert not any(t[splits == 0].any() for t in of_parameters)
+    assert not total or all(t.any() for t in of_parameters)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", [[2, 0, 1], [0, 3, 0], [0, 0, 0]])
+def test_gradcheck(counts, bias):
+    op, x = layer(3, 2, 3, bias), leaf(4, 2)  # a row more than the splits have
     names = [name for name, _ in op.named_parameters()]
 
     def run(x, *parameters):
-        return torch.func.functional_call(op, dict(zip(names, parameters, strict=True)), (x,))
+        parameters = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(op, parameters, (x,), {"splits": torch.tensor(counts)})
 
     assert torch.autograd.gradcheck(run, (x, *op.parameters()))
 
 
 @pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
-def test_accuracy_against_fp64_of_the_same_operands(dtype):
-    op = fm.Linear(96, 64).to(dtype)
-    x, dy = torch.randn(4, 16, 96).to(dtype).requires_grad_(), torch.randn(4, 16, 64).to(dtype)
-    y = op(x)
-    found = [y, *torch.autograd.grad(y, (x, op.weight, op.bias), dy)]
-    exact = exact_copies(x, op.weight, op.bias)
-    expected = F.linear(*exact)
-    bound = ROUNDOFF[dtype] * (2 if dtype.itemsize == 2 else 32)
-    for got, want in zip(found, [expected, *torch.autograd.grad(expected, exact, dy.double())], strict=True):
-        assert got.dtype is dtype
-        assert relative_error(got, want) < bound
+@pytest.mark.parametrize("bias", [False, True])
+def test_accuracy_against_fp64_of_the_same_operands(dtype, bias):
+    splits = torch.tensor([17, 0, 40, 1, 6])
+    op, x, dy = layer(5, 96, 64, bias, dtype), leaf(64, 96, dtype=dtype), torch.randn(64, 64).to(dtype)
+    found = with_gradients(op(x, splits=splits), [x, *op.parameters()], dy)
+    assert all(t.dtype is dtype for t in found)
+    exact_x, weight, *rest = exact_copies(x, *op.parameters())
+    expected = grouped_linear(exact_x, weight, rest[0] if bias else None, splits)
+    want = with_gradients(expected, [exact_x, weight, *rest], dy.double())
+    # fp32 sums and one rounding, two with a bias
+    assert_accurate(found, want, error_bound(dtype, 96, roundings=1 + bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_torchs_own_grouped_mm_has_the_same_bits(dtype):
+    splits = torch.tensor([5, 0, 9, 2])
+    offsets = splits.cumsum(0).to(torch.int32)
+    op, x, dy = layer(4, 32, 16, dtype=dtype), leaf(16, 32, dtype=dtype), torch.randn(16, 16).to(dtype)
+    w = op.weight.detach()
+    want = [
+        F.grouped_mm(x.detach(), w.mT, offs=offsets),
+        F.grouped_mm(dy, w, offs=offsets),
+        F.grouped_mm(dy.mT, x.detach(), offs=offsets),
+    ]
+    assert_bitwise(with_gradients(op(x, splits=splits), [x, op.weight], dy), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_splits_of_any_integer_dtype(dtype):
+    counts = [100, 27, 100, 73]  # their sum fits neither int8 nor uint8
+    op, x = layer(4, 2, 2), torch.randn(301, 2, dtype=torch.float64)
+    expected = grouped_linear(x, op.weight, None, torch.tensor(counts))
+    torch.testing.assert_close(op(x, splits=torch.tensor(counts, dtype=dtype)), expected, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_nan_stays_with_its_expert(dtype):
+    op, x, dy = layer(3, 8, 8, bias=True, dtype=dtype), torch.randn(8, 8).to(dtype), torch.randn(8, 8).to(dtype)
+    x[4, 1] = dy[6, 2] = float("nan")
+    y, dx, dw, db = outcome(op, x.requires_grad_(), dy, splits=torch.tensor([3, 3, 2])).values()
+    rows = torch.arange(8)
+    assert torch.equal(y.isnan().any(1), rows == 4)
+    assert torch.equal(dx.isnan().any(1), rows == 6)
+    assert dw.isnan().flatten(1).any(1).tolist() == [False, True, True]
+    assert db.isnan().any(1).tolist() == [False, False, True]
+
+
+def test_no_rows():
+    op, x = layer(3, 4, 5, bias=True), leaf(0, 4)
+    y, dx, dw, db = outcome(op, x, splits=torch.zeros(3, dtype=torch.int64)).values()
+    assert [t.shape for t in (y, dx, dw, db)] == [(0, 5), (0, 4), (3, 5, 4), (3, 5)]
+    assert not dw.any()
+    assert not db.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bitwise_the_same_each_time(dtype):
+    op, x, dy = layer(4, 64, 32, True, dtype), leaf(64, 64, dtype=dtype), torch.randn(64, 32).to(dtype)
+    first, *again = (outcome(op, x, dy, splits=torch.tensor([30, 0, 33, 1])) for _ in range(3))
+    for other in again:
+        assert_bitwise(other, first)
+
+
+def test_the_bias_gradient_is_summed_in_fp32():
+    # one row of 256 and 255 of 1: a bf16 sum would stay at 256
+    op = layer(2, 1, 1, bias=True, dtype=torch.bfloat16)
+    dy = torch.ones(512, 1, dtype=torch.bfloat16)
+    dy[[0, 256]] = 256
+    op(torch.zeros(512, 1, dtype=torch.bfloat16), splits=torch.tensor([256, 256])).backward(dy)
+    assert op.bias.grad.tolist() == [[512.0], [512.0]]  # 511 rounds to 512
+
+
+# --- Linear --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (2, 1, 3, 4), (0, 4), (2, 0, 4)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_leading_dimensions(shape, bias):
+    op, x = fm.Linear(4, 3, bias=bias, dtype=torch.float64), leaf(*shape)
+    y, wanted = op(x), [x, *op.parameters()]
+    assert y.shape == (*shape[:-1], 3)
+    assert_same_function(y, F.linear(x, op.weight, op.bias), wanted, rtol=1e-12, atol=1e-13, zeros=not x.numel())
+
+
+@pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
+def test_accuracy_of_linear(dtype):
+    op, x, dy = fm.Linear(96, 64).to(dtype), leaf(4, 16, 96, dtype=dtype), torch.randn(4, 16, 64).to(dtype)
+    found = with_gradients(op(x), [x, *op.parameters()], dy)
+    assert all(t.dtype is dtype for t in found)
+    exact = exact_copies(x, *op.parameters())
+    assert_accurate(found, with_gradients(F.linear(*exact), exact, dy.double()), error_bound(dtype, 96, roundings=2))
 
 
 def test_strided_rows_weight_and_gradient():
     op = fm.Linear(4, 3, bias=True, dtype=torch.float64)
     op.weight = torch.nn.Parameter(op.weight.detach().T.contiguous().T)
     x = torch.randn(4, 6, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
-    dy = torch.randn(2, 1, 3, dtype=torch.float64).expand(2, 6, 3)
-    wanted = (x, op.weight, op.bias)
-    found = torch.autograd.grad(op(x), wanted, dy)
-    for got, want in zip(found, torch.autograd.grad(F.linear(*wanted), wanted, dy), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    wanted, dy = (x, op.weight, op.bias), torch.randn(2, 1, 3, dtype=torch.float64).expand(2, 6, 3)
+    assert_same_function(op(x), F.linear(*wanted), wanted, dy, rtol=1e-12, atol=1e-13)
 
 
 TAIL_CHAINS = {
@@ -69,32 +161,29 @@ TAIL_CHAINS = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["grad", "main_grad"])
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", NVFP4(stochastic_rounding=False)], ids=str)
-@pytest.mark.parametrize("ops", TAIL_CHAINS.values(), ids=TAIL_CHAINS)
+@pytest.mark.parametrize(
+    ("ops", "recipe", "accumulate"),
+    pairwise([*TAIL_CHAINS], ["bf16", "mxfp8", NVFP4(stochastic_rounding=False)], [False, True]),
+    ids=str,
+)
 def test_rows_of_no_expert_count_in_no_gradient(ops, recipe, accumulate):
-    chain = fm.Sequential(*ops(accumulate_into_main_grad=accumulate))
+    chain = fm.Sequential(*TAIL_CHAINS[ops](accumulate_into_main_grad=accumulate))
     (fc,) = (op for op in chain if isinstance(op, fm.Linear))
-    rows, upstream = torch.randn(10, 32), torch.randn(10, 32)
+    x, dy = leaf(10, 32, dtype=torch.float32), torch.randn(10, 32)
 
-    def outcome(poison):
-        x, dy = rows.clone(), upstream.clone()
-        x[6:] = dy[6:] = poison
-        x.requires_grad_()
+    def results(poison):
+        poison_tail(6, x, dy, value=poison)
         chain.zero_grad()
-        fc.weight.main_grad = torch.zeros(32, 32)
+        x.grad, fc.weight.main_grad = None, torch.zeros(32, 32)
         with fm.recipe(recipe):
             y = chain(x, splits=torch.tensor([2, 4]))
-        y.backward(dy)
+            y.backward(dy)
         dw = fc.weight.main_grad if accumulate else fc.weight.grad
-        others = [p.grad for p in chain.parameters() if p is not fc.weight]
-        return [y.detach(), x.grad, dw, *others]
+        return [y.detach(), x.grad, dw, *[p.grad for p in chain.parameters() if p is not fc.weight]]
 
-    healthy = outcome(0.5)
+    healthy = results(0.5)
     for poison in (float("nan"), float("inf")):
-        for got, want in zip(outcome(poison), healthy, strict=True):
-            assert want.any()
-            assert torch.equal(got, want)
+        assert_bitwise(results(poison), healthy)
 
 
 def test_without_experts_every_row_counts():

@@ -3,15 +3,17 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from chains import H, chain, meaning
-from oracles import grouped_linear
-from rounding import ROUNDOFF, error_of_sums, relative_error
+from kit.compare import assert_accurate, pairwise, with_gradients
+from kit.layers import H, chain, leaf, outcome
+from kit.oracles import exact_copies, grouped_linear, meaning
+from kit.rounding import ROUNDOFF, error_bound, error_of_sums
+from kit.splits import SPLITS
 from torch import nn
 
 import fusedmoe as fm
 
-SPLITS = torch.tensor([2, 0, 3])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def transposed(t):
@@ -42,15 +44,23 @@ def every_second_row(t):
     return wide[::2]
 
 
+def one_row(t):
+    return t[:1].expand(t.shape)
+
+
+def one_number(t):
+    return t[0, 0].expand(t.shape)
+
+
+def sliding_window(t):
+    return t.new_tensor(range(64)).sin().as_strided(t.shape, (4, 1))
+
+
 LAYOUTS = [transposed, every_second_column, slice_of_wider_rows, off_alignment, every_second_row]
-every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda f: f.__name__)
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def run(seq, x, dy):
-    x = x.detach().requires_grad_()
-    y = seq(x, splits=SPLITS)
-    return [y, *torch.autograd.grad(y, (x, *seq.parameters()), dy)]
+    return outcome(seq, x.detach().requires_grad_(), dy, splits=SPLITS)
 
 
 def bound(dtype, *lengths, roundings):
@@ -58,133 +68,85 @@ def bound(dtype, *lengths, roundings):
     return roundings * ROUNDOFF[dtype] if dtype is torch.bfloat16 else 2 * error_of_sums(*lengths, dtype=dtype)
 
 
-def assert_same(found, wanted, dtype):
-    for got, want in zip(found, wanted, strict=True):
-        assert got.shape == want.shape
-        assert relative_error(got, want.detach().double()) < bound(
-            dtype, H, H, 3, roundings=8
-        )  # two layers, three rows
-
-
-@every_dtype
-@every_layout
-@pytest.mark.parametrize("which", ["x", "dy"])
+@pytest.mark.parametrize(
+    ("which", "layout", "dtype"),
+    pairwise(["x", "dy"], [*LAYOUTS, one_row, one_number, sliding_window], DTYPES),
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
 def test_rows_and_their_gradient(which, layout, dtype):
     seq = chain("mlp", 3, dtype)
     given = {"x": torch.randn(6, H).to(dtype), "dy": torch.randn(6, H).to(dtype)}
-    wanted = run(seq, **given)
-    same = layout(given[which])
-    assert torch.equal(same, given[which])
-    assert same.stride() != given[which].stride() or same.data_ptr() % 16
-    assert_same(run(seq, **given | {which: same}), wanted, dtype)
+    given[which] = layout(given[which])
+    assert not given[which].is_contiguous() or given[which].data_ptr() % 16
+    want = run(seq, **given | {which: given[which].contiguous().clone()})
+    assert_accurate(run(seq, **given), want, bound(dtype, H, H, 3, roundings=8))  # two layers, three rows
 
 
-@every_dtype
-@every_layout
-@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize(
+    ("which", "layout", "dtype"), pairwise([0, 2], LAYOUTS, DTYPES), ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_weights(which, layout, dtype):
     seq = chain("mlp", 3, dtype)
     x, dy = torch.randn(6, H).to(dtype), torch.randn(6, H).to(dtype)
-    wanted = run(seq, x, dy)
+    want = run(seq, x, dy)
     seq[which].weight = nn.Parameter(layout(seq[which].weight.detach()))
-    assert_same(run(seq, x, dy), wanted, dtype)
+    assert_accurate(run(seq, x, dy), want, bound(dtype, H, H, 3, roundings=8))
 
 
 @every_dtype
 def test_a_transposed_weight_gets_its_gradient_through_backward(dtype):
-    seq = chain("mlp", 3, dtype)
-    w = seq[0].weight.detach()
-    seq[0].weight = nn.Parameter(w.mT.contiguous().mT)
-    assert not seq[0].weight.is_contiguous()
-    x = torch.randn(6, H).to(dtype)
+    seq, x = chain("mlp", 3, dtype), torch.randn(6, H).to(dtype)
+    seq[0].weight = nn.Parameter(transposed(seq[0].weight.detach()))
     seq(x, splits=SPLITS).sum().backward()
-    exact = chain("mlp", 3)
+    exact = chain("mlp")
     exact.load_state_dict(seq.state_dict())
     meaning(exact, x.double(), SPLITS).sum().backward()
-    assert relative_error(seq[0].weight.grad, exact[0].weight.grad) < bound(dtype, H, H, 3, roundings=3)
+    assert_accurate(seq[0].weight.grad, exact[0].weight.grad, bound(dtype, H, H, 3, roundings=3))
     assert not seq[0].weight.grad[1].any()
 
 
 @every_dtype
-def test_expanded_rows_and_gradient(dtype):
-    seq = chain("mlp", 3, dtype)
-    x, dy = torch.randn(1, H).to(dtype).expand(6, H), torch.ones((), dtype=dtype).expand(6, H)
-    assert_same(run(seq, x, dy), run(seq, x.contiguous(), dy.contiguous()), dtype)
-
-
-@every_dtype
-def test_one_gradient_for_all_rows(dtype):
-    seq = chain("mlp", 3, dtype)
-    x, dy = torch.randn(6, H).to(dtype), torch.randn(1, H).to(dtype).expand(6, H)
-    assert_same(run(seq, x, dy), run(seq, x, dy.contiguous()), dtype)
-
-
-@every_dtype
-def test_overlapping_rows(dtype):
-    signal = torch.randn(64).to(dtype)
-    x = signal.as_strided((6, H), (4, 1))  # a sliding window
-    seq, dy = chain("mlp", 3, dtype), torch.randn(6, H).to(dtype)
-    assert_same(run(seq, x, dy), run(seq, x.contiguous(), dy), dtype)
-
-
-@every_dtype
-def test_one_weight_for_all_experts(dtype):
-    layer = fm.GroupedLinear(3, H, H, dtype=dtype)
-    shared = torch.randn(1, H, H).to(dtype)
+def test_one_weight_for_all_experts_and_a_row_whose_pitch_is_not_its_width(dtype):
+    layer, shared = fm.GroupedLinear(3, H, H, dtype=dtype), torch.randn(1, H, H).to(dtype)
     layer.weight = nn.Parameter(shared.expand(3, H, H))
     x = torch.randn(5, H).to(dtype)
-    y = layer(x, splits=SPLITS)
-    assert relative_error(y, F.linear(x.double(), shared[0].double())) < bound(dtype, H, roundings=4)
-
-
-@every_dtype
-@pytest.mark.parametrize(("k", "n"), [(1, 1), (1, 8), (8, 1), (5, 3), (8, 3), (3, 8)])
-@pytest.mark.parametrize("rows", [1, 2, 7])
-def test_widths_that_fit_no_alignment(rows, k, n, dtype):
-    splits = torch.tensor([0, rows])
-    layer = fm.GroupedLinear(2, k, n, dtype=dtype)
-    nn.init.normal_(layer.weight)
-    for x, dy in [
-        (torch.randn(rows, k).to(dtype), torch.randn(rows, n).to(dtype)),
-        (transposed(torch.randn(rows, k).to(dtype)), transposed(torch.randn(rows, n).to(dtype))),
-    ]:
-        x.requires_grad_()
-        y = layer(x, splits=splits)
-        found = [y, *torch.autograd.grad(y, (x, layer.weight), dy)]
-        exact_x, exact_w = x.detach().double().requires_grad_(), layer.weight.detach().double().requires_grad_()
-        expected = grouped_linear(exact_x, exact_w, None, splits)
-        wanted = [expected, *torch.autograd.grad(expected, (exact_x, exact_w), dy.double())]
-        for got, want in zip(found, wanted, strict=True):
-            assert relative_error(got, want) < ROUNDOFF[dtype] * (1.01 if dtype is torch.bfloat16 else 64)
-
-
-@every_dtype
-def test_a_row_whose_pitch_is_not_its_width(dtype):
+    want = F.linear(x.double(), shared[0].double())
+    assert_accurate(layer(x, splits=SPLITS), want, bound(dtype, H, roundings=4))
     # one row: torch calls any pitch contiguous
     row = torch.randn(H, 1).to(dtype).mT
     assert row.stride() == (1, 1)
-    layer = fm.GroupedLinear(1, H, H, dtype=dtype)
-    x = row.detach().requires_grad_()
-    y = layer(x, splits=torch.tensor([1]))
-    assert relative_error(y, F.linear(row.double(), layer.weight[0].detach().double())) < bound(dtype, H, roundings=4)
-    dx, dw = torch.autograd.grad(y, (x, layer.weight), torch.randn(H, 1).to(dtype).mT)
+    layer, dy = fm.GroupedLinear(1, H, H, dtype=dtype), torch.randn(H, 1).to(dtype).mT
+    y, dx, dw = outcome(layer, row.detach().requires_grad_(), dy, splits=torch.tensor([1])).values()
+    want = F.linear(row.double(), layer.weight[0].detach().double())
+    assert_accurate(y, want, bound(dtype, H, roundings=4))
+    assert_accurate(dw[0], dy.double().T @ row.double(), bound(dtype, 1, roundings=1.01))
     assert dx.shape == (1, H)
-    assert dw.shape == (1, H, H)
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "dtype"), pairwise([1, 2, 7], [(1, 1), (1, 8), (8, 1), (5, 3), (8, 3), (3, 8)], DTYPES), ids=str
+)
+def test_widths_that_fit_no_alignment(rows, width, dtype):
+    k, n = width
+    splits, layer = torch.tensor([0, rows]), fm.GroupedLinear(2, k, n, dtype=dtype)
+    nn.init.normal_(layer.weight)
+    for layout in (torch.clone, transposed):
+        x, dy = layout(torch.randn(rows, k).to(dtype)).requires_grad_(), layout(torch.randn(rows, n).to(dtype))
+        exact = exact_copies(x, layer.weight)
+        want = with_gradients(grouped_linear(*exact, None, splits), exact, dy.double())
+        roundings = 1.01 if dtype is torch.bfloat16 else 64  # a large term may cancel others
+        found = with_gradients(layer(x, splits=splits), [x, layer.weight], dy)
+        assert_accurate(found, want, error_bound(dtype, roundings=roundings))
 
 
 def test_strided_runtime_inputs():
-    seq = chain("scaled mlp", 3)
-    x = torch.randn(6, H, dtype=torch.float64)
-    probs, splits = torch.rand(6, dtype=torch.float64), SPLITS
-    y = seq(x, splits=splits, probs=probs)
-    assert torch.equal(y, seq(x, splits=every_second_row(splits.double()).long(), probs=every_second_row(probs)))
-    strided_splits = torch.stack((splits, splits), dim=1)[:, 0]
-    assert not strided_splits.is_contiguous()
-    assert torch.equal(y, seq(x, splits=strided_splits, probs=probs))
+    seq, x, probs = chain("scaled mlp"), torch.randn(6, H, dtype=torch.float64), torch.rand(6, dtype=torch.float64)
+    strided = torch.stack((SPLITS, SPLITS), dim=1)[:, 0]
     half = torch.tensor(0.5, dtype=torch.float64)
-    assert torch.equal(
-        seq(x, splits=splits, probs=half.expand(6)), seq(x, splits=splits, probs=torch.full_like(probs, 0.5))
-    )
+    for splits, given in [(every_second_row(SPLITS.double()).long(), every_second_row(probs)), (strided, probs)]:
+        assert torch.equal(seq(x, splits=splits, probs=given), seq(x, splits=SPLITS, probs=probs))
+    want = seq(x, splits=SPLITS, probs=torch.full_like(probs, 0.5))
+    assert torch.equal(seq(x, splits=SPLITS, probs=half.expand(6)), want)
 
 
 @pytest.mark.parametrize("which", ["x", "dy"])
@@ -198,19 +160,14 @@ def test_rows_reach_the_grouped_product_with_unit_stride_along_features(which, m
         return product(a, b, **named)
 
     layer = fm.GroupedLinear(3, k, n, dtype=torch.bfloat16)
-    given = {"x": torch.randn(rows, k).to(torch.bfloat16), "dy": torch.randn(rows, n).to(torch.bfloat16)}
-
-    def results(x, dy):
-        x = x.detach().requires_grad_()
-        y = layer(x, splits=splits)
-        return [y, *torch.autograd.grad(y, (x, layer.weight), dy)]
-
-    wanted = results(**given)
+    given = {"x": leaf(rows, k, dtype=torch.bfloat16), "dy": torch.randn(rows, n).to(torch.bfloat16)}
+    want = outcome(layer, **given, splits=splits)
+    given[which] = transposed(given[which].detach()).requires_grad_(which == "x")
     monkeypatch.setattr(F, "grouped_mm", noting)
-    found = results(**given | {which: transposed(given[which])})
+    found = outcome(layer, **given, splits=splits)
     assert len(seen) == 4  # x, dy, and for the weight gradient dy transposed and x
     for t in seen:
         by_rows = t if t.shape[0] == rows else t.mT
         assert by_rows.shape[0] == rows
         assert by_rows.stride(1) == 1
-    assert_same(found, wanted, torch.bfloat16)
+    assert_accurate(found, want, 8 * ROUNDOFF[torch.bfloat16])

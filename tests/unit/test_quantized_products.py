@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from rounding import error_of_roundings
+from kit.rounding import error_of_roundings
 
 import fusedmoe as fm
 from fusedmoe.kernels.torch import grouped_gemm, quantized_products

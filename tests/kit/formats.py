@@ -1,5 +1,5 @@
-"""Small formats again, written on their own: numpy, ml_dtypes' casts, loops over experts and blocks, scales by exact
-fractions. Nothing here calls the package's arithmetic; of a `Format` only what it says is read.
+"""The small formats again, written on their own: numpy, ml_dtypes' casts, loops over experts and blocks, scales by
+exact fractions. Nothing here calls the package's arithmetic; of a `Format` only what it says is read.
 
 Axes: R rows, E experts, M rows and L columns of what is quantized along its columns.
 """

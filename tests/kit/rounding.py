@@ -30,6 +30,11 @@ def error_of_sums(*lengths, dtype=torch.float32):
     return sum(n**0.5 for n in lengths) * ROUNDOFF[dtype]
 
 
+def error_bound(dtype, *lengths, roundings=1):
+    """The bound of `relative_error` of sums of these lengths, in fp32 or better, rounded so often to a dtype."""
+    return roundings * ROUNDOFF[dtype] + error_of_sums(*lengths, dtype=torch.promote_types(dtype, torch.float32))
+
+
 def error_of_roundings(count, dtype):
     """``sqrt(count / 3) * u``, the bound of `relative_error` of many numbers that were rounded one after the other.
 

@@ -1,7 +1,31 @@
-"""Strategies of hypothesis: rows per expert, and routings."""
+"""Rows per expert, and routings: fixed ones, and strategies of hypothesis."""
 
 import torch
 from hypothesis import strategies as st
+
+SPLITS, ROWS = torch.tensor([2, 0, 3]), 6  # an expert without rows, and a row of no expert
+UNEVEN, UNEVEN_ROWS, TAIL = torch.tensor([37, 0, 50, 1]), 93, 5  # no whole blocks of any format; five rows of no expert
+ROUTING = torch.tensor([[0, 1], [1, 2], [2, 5], [1, -1]])  # of 3 experts, with sentinels
+
+
+def ends(*counts):
+    """The offsets that `quantize` and kernels take: int32, the end of each expert's rows."""
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
+def expert_rows(splits):
+    """(expert, first row, end) of every expert, those without rows too."""
+    first = 0
+    for expert, count in enumerate(splits.tolist()):
+        yield expert, first, first + count
+        first += count
+
+
+def slots_by_expert(expert_index, num_experts):
+    """Slots (token, k) in the order of their rows: by expert, then by token, then by k. Sentinels are left out."""
+    slots = [(t, k) for t in range(expert_index.shape[0]) for k in range(expert_index.shape[1])]
+    ids = expert_index.tolist()
+    return [(t, k) for e in range(num_experts) for t, k in slots if ids[t][k] == e]
 
 
 @st.composite
