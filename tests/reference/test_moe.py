@@ -1,45 +1,41 @@
-"""The whole layer against a dense loop over tokens and experts."""
+"""The whole layer against a dense loop over tokens and experts, and as one chain of router and experts."""
+
+import copy
+import pickle
 
 import pytest
 import torch
-import torch.nn.functional as F
-from oracles import experts_dense, glu, squared_relu
-from rounding import ROUNDOFF, relative_error
+from kit.compare import assert_accurate, assert_bitwise, assert_close, assert_same_function, pairwise, with_gradients
+from kit.layers import GPT_OSS, drawn, leaf
+from kit.oracles import meaning
+from kit.rounding import ROUNDOFF
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.layers.moe import Routing
 
-HIDDEN, WIDE, E, K = 8, 6, 5, 2
-
-ACTIVATIONS = {
-    "swiglu": lambda x: glu(x, "swiglu"),
-    "geglu": lambda x: glu(x, "geglu_tanh"),
-    "reglu": lambda x: glu(x, "reglu"),
-    "squared_relu": squared_relu,
-}
+T, HIDDEN, WIDE, E, K = 7, 8, 6, 5, 2
+SCORES = ["softmax", "topk_softmax", "sigmoid"]
+SHARED = {"shared_intermediate": 4, "shared_gate": True}
 
 
 def layer_of(dtype=torch.float64, **options):
-    layer = fm.MoE(HIDDEN, WIDE, E, K, dtype=dtype, **options)
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
+    return drawn(fm.MoE(HIDDEN, WIDE, E, K, dtype=dtype, **options))
 
 
-def dense(layer, x, activation, routing):
+def tokens(*shape, dtype=torch.float64):
+    return leaf(*(shape or (T,)), HIDDEN, dtype=dtype)
+
+
+def dense(layer, x, routing=None):
     """The layer in words: every token through its experts, one at a time."""
-    tokens = x.reshape(-1, HIDDEN)
-    first, last = layer.experts.gate_up, layer.experts.down
-
-    def expert(e, row):
-        wide = F.linear(row, first.weight[e], None if first.bias is None else first.bias[e])
-        return F.linear(activation(wide), last.weight[e], None if last.bias is None else last.bias[e])
-
-    y = experts_dense(tokens, routing.expert_index, routing.expert_weight, E, expert)
+    rows = x.reshape(-1, HIDDEN)
+    routing = routing or layer.router(rows)
+    y = meaning(layer.experts, rows, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
     if layer.shared is not None:
-        shared = F.linear(activation(F.linear(tokens, layer.shared.gate_up.weight)), layer.shared.down.weight)
+        shared = meaning(layer.shared, rows)
         if layer.shared_gate is not None:
-            shared = shared / (1 + torch.exp(-F.linear(tokens, layer.shared_gate.weight)))
+            shared = shared / (1 + torch.exp(-(rows @ layer.shared_gate.weight.T)))
         y = y + shared
     return y.reshape(x.shape)
 
@@ -50,36 +46,20 @@ OPTIONS = {
     "topk_softmax": {"score": "topk_softmax", "bias": True, "router_bias": True},
     "deepseek": {"score": "sigmoid", "scale": 2.5, "shared_intermediate": 4},
     "not renormalised": {"renormalize": False},
-    "shared and gated": {"shared_intermediate": 7, "shared_gate": True},
+    "shared and gated": SHARED,
 }
+ACTIVATIONS = ["swiglu", "geglu", "reglu", "squared_relu", fm.SwiGLU(**GPT_OSS)]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "activation"), pairwise([*OPTIONS], ACTIVATIONS), ids=str)
 def test_values_and_gradients_are_those_of_the_dense_loop(options, activation):
-    layer = layer_of(activation=activation, **options)
-    x = torch.randn(3, 4, HIDDEN, dtype=torch.float64, requires_grad=True)
-    y, expected = layer(x), dense(layer, x, ACTIVATIONS[activation], layer.router(x.reshape(-1, HIDDEN)))
-    assert y.shape == x.shape
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-11)
-    dy, wanted = torch.randn_like(y), (x, *layer.parameters())
-    for got, want in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy), strict=True):
-        assert want.any()
-        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-10)
+    layer, x = layer_of(activation=activation, **OPTIONS[options]), tokens(3, 4)
+    assert_same_function(layer(x), dense(layer, x), (x, *layer.parameters()), rtol=1e-9, atol=1e-10)
 
 
-def test_an_op_as_the_activation():
-    options = {"limit": 0.7, "alpha": 1.702, "offset": 1.0, "interleaved": True}
-    layer = layer_of(activation=fm.SwiGLU(**options), bias=True, shared_intermediate=4)
-    x = torch.randn(6, HIDDEN, dtype=torch.float64)
-    expected = dense(layer, x, lambda wide: glu(wide, "swiglu", **options), layer.router(x))
-    torch.testing.assert_close(layer(x), expected, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+@pytest.mark.parametrize("score", SCORES)
 def test_gradcheck_end_to_end(score):
-    layer = layer_of(score=score, shared_intermediate=2, shared_gate=True)
-    x = torch.randn(4, HIDDEN, dtype=torch.float64, requires_grad=True)
+    layer, x = layer_of(score=score, **SHARED), tokens(4)
     ranked = layer.router(x).logits.sort(dim=1, descending=True).values
     assert (ranked[:, K - 1] - ranked[:, K]).min() > 1e-3, "a finite difference could change the choice"
     names = [name for name, _ in layer.named_parameters()]
@@ -89,79 +69,60 @@ def test_gradcheck_end_to_end(score):
 
     assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
     # the gates alone in full: their gradient comes through expert_weight only
-    others = [p.detach() for name, p in layer.named_parameters() if name != "router.weight"]
-    position = names.index("router.weight")
+    others = {name: p.detach() for name, p in layer.named_parameters()}
 
     def of_router(weight):
-        return run(x.detach(), *others[:position], weight, *others[position:])
+        return torch.func.functional_call(layer, others | {"router.weight": weight}, (x.detach(),))
 
     assert torch.autograd.gradcheck(of_router, (layer.router.weight,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy_against_fp64_of_the_same_operands(dtype):
-    layer = layer_of(dtype, bias=True, shared_intermediate=4)
-    x = torch.randn(40, HIDDEN).to(dtype).requires_grad_()
-    y = layer(x)
+    layer, x = layer_of(dtype, bias=True, shared_intermediate=4), tokens(40, dtype=dtype)
     dy = torch.randn(40, HIDDEN).to(dtype)
-    found = [y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)]
-    exact = layer_of(bias=True, shared_intermediate=4)
-    exact.load_state_dict(layer.state_dict())
-    exact_x = x.detach().double().requires_grad_()
-    routing = exact.router(exact_x)
-    assert torch.equal(routing.expert_index, layer.router(x).expert_index)
-    expected = dense(exact, exact_x, ACTIVATIONS["swiglu"], routing)
-    wanted = [expected, *torch.autograd.grad(expected, (exact_x, *exact.parameters()), dy.double())]
-    for got, want in zip(found, wanted, strict=True):
-        assert got.dtype is dtype
-        assert relative_error(got, want) < ROUNDOFF[dtype] * (4 if dtype is torch.bfloat16 else 32)
+    found = with_gradients(layer(x), (x, *layer.parameters()), dy)
+    assert all(t.dtype is dtype for t in found)
+    exact, exact_x = copy.deepcopy(layer).double(), x.detach().double().requires_grad_()
+    assert torch.equal(exact.router(exact_x).expert_index, layer.router(x).expert_index)
+    want = with_gradients(dense(exact, exact_x), (exact_x, *exact.parameters()), dy.double())
+    assert_accurate(found, want, ROUNDOFF[dtype] * (4 if dtype is torch.bfloat16 else 32))
+    again = with_gradients(layer(x), (x, *layer.parameters()), dy)
+    assert_bitwise(again, found)
 
 
-def test_y_alone_or_with_stats():
-    layer = layer_of()
-    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+def test_y_alone_or_with_stats_and_losses_that_reach_the_router_alone():
+    layer, x = layer_of(), tokens(2, 3)
     y = layer(x)
     assert isinstance(y, torch.Tensor)
     again, stats = layer(x, return_stats=True)
     assert torch.equal(y, again)
     assert isinstance(stats, fm.MoEStats)
-    assert int(stats.load.sum()) == 6 * K
     assert torch.equal(stats.load, torch.bincount(layer.router(x.view(6, HIDDEN)).expert_index.flatten(), minlength=E))
-
-
-def test_losses_reach_the_router_and_nothing_else():
-    layer = layer_of()
-    _, stats = layer(torch.randn(6, HIDDEN, dtype=torch.float64), return_stats=True)
     (stats.load_balancing_loss + stats.z_loss).backward()
     assert layer.router.weight.grad.any()
-    for parameter in layer.experts.parameters():
-        assert parameter.grad is None or not parameter.grad.any()
+    assert all(p.grad is None or not p.grad.any() for p in layer.experts.parameters())
 
 
 def test_a_call_leaves_nothing_on_the_module():
-    layer = layer_of(score="sigmoid", shared_intermediate=4, shared_gate=True)
-    x = torch.randn(6, HIDDEN, dtype=torch.float64)
+    layer, x = layer_of(score="sigmoid", **SHARED), tokens()
     state = {name: t.clone() for name, t in layer.state_dict().items()}
-    buffers = [name for name, _ in layer.named_buffers()]
     y, stats = layer(x, return_stats=True)
     (y.sum() + stats.z_loss).backward()
-    assert list(layer.state_dict()) == list(state)
-    assert [name for name, _ in layer.named_buffers()] == buffers == ["router.balance_bias"]
+    assert [name for name, _ in layer.named_buffers()] == ["router.balance_bias"]
+    assert layer.state_dict().keys() == state.keys()
     assert all(torch.equal(t, state[name]) for name, t in layer.state_dict().items())
-    kept = [
-        value
-        for module in layer.modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (torch.Tensor, fm.MoEStats))
-    ]
+    kept = [v for module in layer.modules() for v in vars(module).values() if isinstance(v, (torch.Tensor, fm.MoEStats))]
     assert kept == []
+    names = [name for name, _ in layer.named_modules(remove_duplicate=False) if not name.startswith("shared")]
+    assert names == [
+        "", "router", "experts", "experts.dispatch", "experts.gate_up", "experts.activation", "experts.scale",
+        "experts.down", "experts.combine",
+    ]  # fmt: skip
 
 
 def test_stock_parameter_names_and_shapes():
-    shapes = {
-        name: tuple(t.shape) for name, t in layer_of(shared_intermediate=4, shared_gate=True).state_dict().items()
-    }
-    assert shapes == {
+    assert {name: tuple(t.shape) for name, t in layer_of(**SHARED).state_dict().items()} == {
         "router.weight": (E, HIDDEN),
         "experts.gate_up.weight": (E, 2 * WIDE, HIDDEN),
         "experts.down.weight": (E, HIDDEN, WIDE),
@@ -176,7 +137,7 @@ def test_experts_without_tokens_get_zero_gradients():
     with torch.no_grad():
         layer.router.weight.zero_()
         layer.router.bias.copy_(torch.tensor([0.0, 3.0, -9.0, 2.0, -9.0]))
-    y, stats = layer(torch.randn(6, HIDDEN, dtype=torch.float64), return_stats=True)
+    y, stats = layer(tokens(6), return_stats=True)
     assert stats.load.tolist() == [0, 6, 0, 6, 0]
     y.square().sum().backward()
     for parameter in layer.experts.parameters():
@@ -184,64 +145,36 @@ def test_experts_without_tokens_get_zero_gradients():
         assert parameter.grad[[1, 3]].flatten(1).any(1).all()
 
 
-@pytest.mark.parametrize("shape", [(0, HIDDEN), (2, 0, HIDDEN), (HIDDEN,), (1, 1, 1, HIDDEN)])
-def test_any_leading_dimensions(shape):
+@pytest.mark.parametrize("shape", [(0,), (2, 0), (), (1, 1, 1), "strided"])
+def test_any_leading_dimensions_and_strides(shape):
     layer = layer_of(shared_intermediate=4)
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    if shape == "strided":
+        x = torch.randn(3, HIDDEN, 4, dtype=torch.float64).mT.requires_grad_()
+    else:
+        x = leaf(*shape, HIDDEN)
     y, stats = layer(x, return_stats=True)
-    assert y.shape == shape
-    torch.testing.assert_close(y.reshape(-1, HIDDEN), layer(x.reshape(-1, HIDDEN)))
+    assert y.shape == x.shape
+    torch.testing.assert_close(y.reshape(-1, HIDDEN), layer(x.reshape(-1, HIDDEN).contiguous()))
     y.sum().backward()
-    assert x.grad.shape == shape
+    assert x.grad.shape == x.shape
     assert int(stats.load.sum()) == x.numel() // HIDDEN * K
     assert layer.experts.down.weight.grad.isfinite().all()
 
 
-def test_strided_tokens():
-    layer = layer_of(shared_intermediate=4)
-    x = torch.randn(3, HIDDEN, 4, dtype=torch.float64).mT.requires_grad_()
-    y = layer(x)
-    torch.testing.assert_close(y, layer(x.detach().contiguous()))
-    y.sum().backward()
-    assert x.grad.shape == x.shape
-
-
 def test_autocast():
-    layer = layer_of(torch.float32, bias=True, shared_intermediate=4, shared_gate=True)
-    x = torch.randn(12, HIDDEN, requires_grad=True)
+    layer, x = layer_of(torch.float32, bias=True, **SHARED), tokens(12, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y, stats = layer(x, return_stats=True)
+        y.float().square().sum().backward()
     assert y.dtype is torch.bfloat16
     assert stats.load_balancing_loss.dtype is stats.z_loss.dtype is torch.float32
-    exact = layer.double()
-    expected, exact_stats = exact(x.double(), return_stats=True)
-    assert torch.equal(stats.load, exact_stats.load)  # the router did not see bf16
-    assert relative_error(y, expected.detach()) < 6 * ROUNDOFF[torch.bfloat16]
-
-
-def test_autocast_gradients_arrive_in_fp32():
-    layer = layer_of(torch.float32, bias=True, shared_intermediate=4, shared_gate=True)
-    x = torch.randn(12, HIDDEN, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        layer(x).float().square().sum().backward()
     for t in (x, *layer.parameters()):
         assert t.grad.dtype is torch.float32
         assert t.grad.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bitwise_the_same_each_time(dtype):
-    layer = layer_of(dtype, bias=True)
-    x, dy = torch.randn(50, HIDDEN).to(dtype).requires_grad_(), torch.randn(50, HIDDEN).to(dtype)
-
-    def run():
-        y, stats = layer(x, return_stats=True)
-        grads = torch.autograd.grad((y, stats.load_balancing_loss), (x, *layer.parameters()), (dy, torch.tensor(1.0)))
-        return (y, *stats, *grads)
-
-    first = run()
-    for _ in range(3):
-        assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
+    exact = copy.deepcopy(layer).double()
+    expected, exact_stats = exact(x.detach().double(), return_stats=True)
+    assert torch.equal(stats.load, exact_stats.load)  # the router did not see bf16
+    assert_accurate(y, expected, 6 * ROUNDOFF[torch.bfloat16])
 
 
 def test_on_the_meta_device_shapes_follow():
@@ -253,8 +186,187 @@ def test_on_the_meta_device_shapes_follow():
     assert stats.load.shape == (4,)
 
 
-def test_a_bias_behind_the_routing_weight_is_refused():
-    layer, x = fm.MoE(8, 4, 3, 2), torch.randn(5, 8)
-    layer.experts.down = fm.GroupedLinear(3, 4, 8, bias=True)
+def test_a_bias_after_the_routing_weight_is_refused():
+    layer = layer_of()
+    layer.experts.down = fm.GroupedLinear(E, WIDE, HIDDEN, bias=True, dtype=torch.float64)
     with pytest.raises(fm.InputError, match=r"experts\.down: expected no bias"):
+        layer(tokens())
+
+
+# --- router and experts are one chain ------------------------------------------------------------------------------
+
+
+def in_two_calls(layer, x):
+    """The layer with its router and its experts called one after the other, and its stats."""
+    routing = layer.router(x)
+    y = layer.experts(x, expert_index=routing.expert_index, expert_weight=routing.expert_weight)
+    return y, layer.router.stats(routing)
+
+
+def total(y, stats):
+    """A loss in which everything has a part of its own."""
+    numbers = torch.linspace(-1, 1, stats.logits.numel(), dtype=stats.logits.dtype).view_as(stats.logits)
+    return y.square().sum() + 3 * stats.load_balancing_loss + 0.1 * stats.z_loss + (stats.logits * numbers).sum()
+
+
+def assert_same(layer, x):
+    (y, stats), (expected, other) = layer(x, return_stats=True), in_two_calls(layer, x)
+    assert torch.equal(y, expected)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(stats.load, other.load)
+    torch.testing.assert_close(stats, other, rtol=1e-12, atol=1e-12)
+    wanted = [t for t in (x, *layer.parameters()) if t.requires_grad]
+    want = torch.autograd.grad(total(expected, other), wanted)
+    assert all(t.any() for t in want)
+    assert_close(torch.autograd.grad(total(y, stats), wanted), want, rtol=1e-10)
+
+
+def steps(explanation, direction="forward"):
+    return [op for step in explanation.steps if step.direction == direction for op in step.ops]
+
+
+def test_the_plan_shows_the_whole_layer():
+    explanation = layer_of(router_bias=True).explain(tokens())
+    assert [title for title, _ in explanation.parts] == ["chain router to experts.combine"]
+    assert steps(explanation) == [
+        "router.Router", "experts.dispatch.Dispatch", "experts.gate_up.GroupedLinear", "experts.activation.SwiGLU",
+        "experts.scale.Scale", "experts.down.GroupedLinear", "experts.combine.Combine",
+    ]  # fmt: skip
+    assert steps(explanation, "backward")[-6:] == [
+        "experts.dispatch.DispatchWeightGrad", "experts.dispatch.DDispatch",
+        "router.RouterLogitsGrad", "router.RouterBiasGrad", "router.RouterWeightGrad", "router.DRouter",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("frozen", [None, "router", "experts"])
+def test_stats_and_gradients_are_those_of_two_calls(score, frozen):
+    layer = layer_of(score=score, router_bias=True, scale=1.5)
+    if frozen:
+        getattr(layer, frozen).requires_grad_(False)
+    assert_same(layer, tokens())
+    assert_same(layer, tokens().detach())
+
+
+@pytest.mark.parametrize("settings", [{"score": "sigmoid"}, {"top_k": 3}, {"renormalize": False}, {"scale": 3.0}])
+def test_settings_and_the_balance_bias_may_change_between_calls(settings):
+    layer, x = layer_of(), tokens()
+    before = layer(x)
+    for name, value in settings.items():
+        setattr(layer.router, name, value)
+    assert_same(layer, x)
+    assert not torch.equal(layer(x), before)
+    layer = layer_of(score="sigmoid")
+    for bias in ([9.0, 0, 0, 0, 9], [0.0, 9, 9, 0, 0]):
         layer(x)
+        layer.router.balance_bias = torch.tensor(bias)
+        assert layer(x, return_stats=True)[1].load.tolist() == [T if b else 0 for b in bias]
+
+
+@pytest.mark.parametrize("hooked", ["router", "experts", "experts.dispatch", "experts.down", "experts.combine"])
+def test_hooks_run_and_change_no_result(hooked):
+    layer, x = layer_of(), tokens()
+    expected, seen = layer(x), []
+    handle = layer.get_submodule(hooked).register_forward_hook(lambda module, args, out: seen.append(out))
+    assert torch.equal(layer(x), expected)
+    assert isinstance(seen[0], Routing) is (hooked == "router")
+    assert_same(layer, x)
+    handle.remove()
+    count = len(seen)
+    assert torch.equal(layer(x), expected)
+    assert len(seen) == count
+
+
+class Reversed(nn.Module):
+    """A router of a user's own."""
+
+    def __init__(self, router):
+        super().__init__()
+        self.inner = router
+
+    def forward(self, x):
+        return self.inner(x.flip(1))
+
+    def stats(self, routing):
+        return self.inner.stats(routing)
+
+
+class Wrapped(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.sm_margin, self.schedule = module.sm_margin, module.schedule
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def test_another_router_and_other_experts():
+    layer, x = layer_of(), tokens()
+    before = layer(x)
+    layer.router = Reversed(layer.router)
+    assert not torch.equal(layer(x), before)
+    assert_same(layer, x)
+    assert steps(layer.explain(x))[0] == "dispatch.Dispatch"
+    layer.router = layer.router.inner
+    layer.experts = Wrapped(layer.experts)
+    assert torch.equal(layer(x), before)
+    assert_same(layer, x)
+    layer.experts = fm.Sequential(fm.Dispatch(E), fm.Combine())
+    torch.testing.assert_close(layer(x), x)
+    layer.router = fm.Router(HIDDEN, E, K, score="sigmoid", renormalize=False, dtype=torch.float64)
+    assert_same(layer, x)
+    layer.router = nn.Linear(HIDDEN, E, dtype=torch.float64)
+    for call in (layer, layer.explain):
+        with pytest.raises(fm.InputError, match="router: expected a module that returns a Routing, got Linear"):
+            call(x)
+
+
+def test_lora_on_the_experts():
+    layer = layer_of()
+    layer.experts.down = fm.GroupedLoRA(layer.experts.down, rank=2)
+    nn.init.normal_(layer.experts.down.lora_B.weight)
+    assert_same(layer, tokens())
+    assert "experts.down.lora_A.LoRADown" in steps(layer.explain(tokens()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies_share_nothing(copied):
+    layer, x = layer_of(), tokens()
+    expected, other = layer(x), copied(layer)
+    assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        other.router.weight.zero_()
+    assert torch.equal(layer(x), expected)
+    assert not torch.equal(other(x), expected)
+    assert_same(other, leaf(T, HIDDEN))
+
+
+def test_torch_compile_with_stats():
+    layer, x = layer_of(torch.float32, score="sigmoid"), tokens(dtype=torch.float32)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    wanted = (x, *layer.parameters())
+    for bias in (0, torch.linspace(2, 0, E)):
+        layer.router.balance_bias.copy_(layer.router.balance_bias + bias)
+        got, want = compiled(x, return_stats=True), layer(x, return_stats=True)
+        assert torch.equal(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1])
+        expected = torch.autograd.grad(total(*want), wanted)
+        assert_close(torch.autograd.grad(total(*got), wanted), expected, rtol=1.3e-6, atol=1e-5)
+
+
+def test_second_derivatives_with_stats():
+    layer, x = layer_of(), tokens()
+    wanted, found = (x, *layer.parameters()), []
+    for result in (layer(x, return_stats=True), in_two_calls(layer, x)):
+        (g,) = torch.autograd.grad(total(*result), x, create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum(), wanted))
+    assert all(t.any() for t in found[1])
+    assert_close(*found, rtol=1e-9, atol=1e-11)
+
+
+def test_options_of_the_experts_are_those_of_the_layer():
+    layer = layer_of()
+    layer.experts.sm_margin = 6
+    assert layer.sm_margin == 6
+    assert layer.explain(tokens()).plans[0].options.sm_margin == 6
