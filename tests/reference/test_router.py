@@ -1,22 +1,27 @@
-"""Router against the published formulas, token by token."""
+"""Router against the published formulas, token by token, and in chains against its own formulas under autograd."""
 
+import copy
 import math
 
 import pytest
 import torch
+from kit.compare import assert_accurate, assert_bitwise, assert_close, assert_same_function, pairwise, with_gradients
+from kit.layers import drawn, leaf
+from kit.rounding import ROUNDOFF, error_bound
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.layers.moe import Routing
+from fusedmoe.ops.router import DRouter
 
-T, HIDDEN, E = 20, 6, 8
+T, HIDDEN, WIDE, E, K = 20, 6, 5, 8, 3
+SCORES = ["softmax", "topk_softmax", "sigmoid"]
+every_score = pytest.mark.parametrize("score", SCORES)
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-def router(dtype=torch.float32, **options):
-    options = {"top_k": 2} | options
-    r = fm.Router(HIDDEN, E, dtype=dtype, **options)
-    for parameter in r.parameters():
-        nn.init.normal_(parameter)
-    return r
+def router(dtype=F32, **options):
+    return drawn(fm.Router(HIDDEN, E, dtype=dtype, **{"top_k": 2} | options), 1.0)
 
 
 def best(values, count):
@@ -26,8 +31,7 @@ def best(values, count):
 
 def best_groups(scores, groups, kept, rank):
     size = len(scores) // groups
-    parts = [scores[g * size : (g + 1) * size] for g in range(groups)]
-    chosen = best([rank(p) for p in parts], kept)
+    chosen = best([rank(scores[g * size : (g + 1) * size]) for g in range(groups)], kept)
     return [i for i in range(len(scores)) if i // size in chosen]
 
 
@@ -79,30 +83,24 @@ def assert_routes_like(r, x, formula):
     assert routing.expert_index.shape == routing.expert_weight.shape == (len(x), r.top_k)
     assert routing.expert_index.dtype is torch.int64
     for t, logits in enumerate(logits_of(r, x).tolist()):
-        expected = formula(logits)
-        ids = routing.expert_index[t].tolist()
+        expected, ids = formula(logits), routing.expert_index[t].tolist()
         assert len(set(ids)) == r.top_k
         assert set(ids) == set(expected)
-        weights = [expected[i] for i in ids]
-        assert routing.expert_weight[t].tolist() == pytest.approx(weights, rel=1e-5)
+        assert routing.expert_weight[t].tolist() == pytest.approx([expected[i] for i in ids], rel=1e-5)
     return routing
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("k", [1, 2, E])
-@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("renormalize", "k", "bias"), pairwise([True, False], [1, 2, E], [False, True]))
 def test_softmax_is_mixtrals_and_qwen3s(renormalize, k, bias):
     r = router(top_k=k, renormalize=renormalize, bias=bias)
     routing = assert_routes_like(r, torch.randn(T, HIDDEN), lambda z: mixtral(z, k, renormalize))
-    torch.testing.assert_close(routing.probs.sum(1), torch.ones(T))
     torch.testing.assert_close(routing.probs, torch.softmax(routing.logits, dim=-1))
 
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_topk_softmax_is_gpt_oss(k):
     r = router(top_k=k, score="topk_softmax", bias=True)
-    routing = assert_routes_like(r, torch.randn(T, HIDDEN), lambda z: gpt_oss(z, k))
-    torch.testing.assert_close(routing.expert_weight.sum(1), torch.ones(T))
+    assert_routes_like(r, torch.randn(T, HIDDEN), lambda z: gpt_oss(z, k))
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -125,74 +123,62 @@ def test_groups_with_softmax_are_deepseek_v2s(groups, kept):
     assert_routes_like(r, torch.randn(T, HIDDEN), lambda z: deepseek_v2(z, 3, groups, kept, 16.0))
 
 
-def test_a_group_with_negative_scores_beats_one_that_was_left_out():
+def test_corrections():
     # a corrected score below zero still counts, where masking the others with zeros would prefer them
-    r = router(score="sigmoid", top_k=2, num_groups=2, top_groups=1)
+    r = router(score="sigmoid", num_groups=2, top_groups=1)
     r.balance_bias.copy_(torch.tensor([-3.0] * 4 + [-9.0] * 4))
     assert (r(torch.randn(T, HIDDEN)).expert_index < 4).all()
-
-
-def test_a_softmax_choice_may_be_corrected_too():
-    r = router(balance_bias=True, top_k=2)
+    # a softmax choice may be corrected too
+    r = router(balance_bias=True)
     r.balance_bias[5] = 10
     routing = r(torch.randn(T, HIDDEN))
     assert (routing.expert_index == 5).any(1).all()
     probs = torch.softmax(routing.logits, dim=-1).gather(1, routing.expert_index)
     torch.testing.assert_close(routing.expert_weight, probs / probs.sum(1, keepdim=True))
-
-
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
-def test_gradients_reach_tokens_and_weights(score):
-    r = router(torch.float64, score=score, top_k=3, bias=True, scale=1.5)
-    x = torch.randn(5, HIDDEN, dtype=torch.float64, requires_grad=True)
-
-    def run(x, weight, bias):
-        routing = torch.func.functional_call(r, {"weight": weight, "bias": bias}, (x,))
-        return routing.expert_weight, routing.probs, routing.logits
-
-    assert torch.autograd.gradcheck(run, (x, r.weight, r.bias))
-
-
-def test_the_correction_gets_no_gradient_and_gives_none():
-    r = router(score="sigmoid")
+    # it gets no gradient
     assert not r.balance_bias.requires_grad
-    assert r.balance_bias.dtype is torch.float32
+    assert r.balance_bias.dtype is F32
     assert "balance_bias" in r.state_dict()
-    r(torch.randn(T, HIDDEN)).expert_weight.square().sum().backward()
+    routing.expert_weight.square().sum().backward()
     assert r.balance_bias.grad is None
     assert r.weight.grad.any()
 
 
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+@every_score
+def test_gradients_reach_tokens_and_weights(score):
+    r, x = router(F64, score=score, top_k=3, bias=True, scale=1.5), leaf(5, HIDDEN)
+
+    def run(x, weight, bias):
+        return torch.func.functional_call(r, {"weight": weight, "bias": bias}, (x,))[1:]
+
+    assert torch.autograd.gradcheck(run, (x, r.weight, r.bias))
+    assert torch.autograd.gradgradcheck(run, (x, r.weight, r.bias), fast_mode=True)
+
+
+@every_score
 @pytest.mark.parametrize("autocast", [False, True])
 def test_logits_of_bf16_tokens_are_fp32(score, autocast):
-    r = router(torch.bfloat16, score=score, bias=True)
-    x = torch.randn(T, HIDDEN).bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    r, x = router(BF16, score=score, bias=True), torch.randn(T, HIDDEN).bfloat16()
+    with torch.autocast("cpu", BF16, enabled=autocast):
         routing = r(x)
-    assert {t.dtype for t in routing[1:]} == {torch.float32}
+    assert {t.dtype for t in routing[1:]} == {F32}
     torch.testing.assert_close(routing.logits.double(), logits_of(r, x), rtol=1e-5, atol=1e-5)
-    # what bf16 logits would have been is further away than that
+    # bf16 logits would have been further away than that
     assert (routing.logits.bfloat16() - routing.logits).abs().max() > 1e-3
     routing.expert_weight.square().sum().backward()
-    assert r.weight.grad.dtype is torch.bfloat16
+    assert r.weight.grad.dtype is BF16
 
 
-def test_fp32_weights_are_not_rounded_by_autocast():
-    r = router(bias=True)
-    x = torch.randn(T, HIDDEN)
-    expected = r(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = r(x)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def test_wider_weights_are_not_rounded_by_autocast():
+    for dtype in (F32, F64):
+        r, x = router(dtype, bias=True), torch.randn(T, HIDDEN, dtype=dtype)
+        expected = r(x)
+        assert {t.dtype for t in expected[1:]} == {dtype}
+        with torch.autocast("cpu", BF16):
+            assert_bitwise(r(x), expected)
 
 
-def test_fp64_tokens_stay_fp64():
-    routing = router(torch.float64)(torch.randn(T, HIDDEN, dtype=torch.float64))
-    assert {t.dtype for t in routing[1:]} == {torch.float64}
-
-
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
+@every_score
 def test_extreme_logits_stay_finite(score):
     r = router(score=score)
     with torch.no_grad():
@@ -203,41 +189,43 @@ def test_extreme_logits_stay_finite(score):
     assert r.weight.grad.isfinite().all()
 
 
-# --- losses and load
+# --- losses and load -----------------------------------------------------------------------------------------------
 
 
-def routing_of(index, logits):
+def routed(index, logits):
     probs = torch.softmax(logits, dim=-1)
-    return fm.layers.moe.Routing(index, probs.gather(1, index.clamp(0, logits.shape[1] - 1)), logits, probs)
-
-
-def even_routing():
-    # token t goes to experts t and t + 1
-    index = torch.tensor([[t % E, (t + 1) % E] for t in range(2 * E)])
-    return routing_of(index, torch.full((2 * E, E), 0.5))
+    return Routing(index, probs.gather(1, index.clamp(0, logits.shape[1] - 1)), logits, probs)
 
 
 def test_load_balancing_loss_is_one_where_all_is_even_and_e_where_one_has_all():
-    stats = router().stats(even_routing())
+    even = torch.tensor([[t % E, (t + 1) % E] for t in range(2 * E)])
+    stats = router().stats(routed(even, torch.full((2 * E, E), 0.5)))
     assert stats.load_balancing_loss.item() == pytest.approx(1.0, rel=1e-6)
     assert stats.load.tolist() == [4] * E
     collapsed = torch.full((T, E), -1e4)
     collapsed[:, 3] = 1e4
-    stats = router(top_k=1).stats(routing_of(torch.full((T, 1), 3), collapsed))
+    stats = router(top_k=1).stats(routed(torch.full((T, 1), 3), collapsed))
     assert stats.load_balancing_loss.item() == pytest.approx(E)
     assert stats.load.tolist() == [0, 0, 0, T, 0, 0, 0, 0]
+    r = router(score="sigmoid")
+    stats = r.stats(r(torch.empty(0, HIDDEN)))
+    assert stats.load_balancing_loss.item() == stats.z_loss.item() == 0
+    assert stats.load.tolist() == [0] * E
 
 
-@pytest.mark.parametrize("score", ["softmax", "topk_softmax", "sigmoid"])
-def test_losses_are_those_of_the_papers(score):
-    r = router(score=score, top_k=3)
-    x = torch.randn(T, HIDDEN)
+@pytest.mark.parametrize("default", [F32, BF16], ids=str)  # in which the division of two integers keeps 8 bits
+@every_score
+def test_losses_are_those_of_the_papers(score, default):
+    r, x = router(F64, score=score, top_k=3), torch.randn(T, HIDDEN, dtype=F64)
     routing = r(x)
-    stats = r.stats(routing)
+    torch.set_default_dtype(default)
+    try:
+        stats = r.stats(routing)
+    finally:
+        torch.set_default_dtype(F32)
     counts = [0] * E
-    for ids in routing.expert_index.tolist():
-        for e in ids:
-            counts[e] += 1
+    for e in routing.expert_index.flatten().tolist():
+        counts[e] += 1
     logits = logits_of(r, x)
     scores = torch.sigmoid(logits) if score == "sigmoid" else torch.exp(logits)
     mean_prob = (scores / scores.sum(1, keepdim=True)).mean(0).tolist()
@@ -245,87 +233,357 @@ def test_losses_are_those_of_the_papers(score):
     z = sum(math.log(sum(math.exp(v) for v in row)) ** 2 for row in logits.tolist()) / T
     assert stats.load.tolist() == counts
     assert stats.load.dtype is torch.int64
-    assert stats.load_balancing_loss.item() == pytest.approx(balance, rel=1e-5)
-    assert stats.z_loss.item() == pytest.approx(z, rel=1e-5)
-    assert stats.load_balancing_loss.dtype is stats.z_loss.dtype is torch.float32
-    assert stats.load_balancing_loss.dim() == stats.z_loss.dim() == 0
-
-
-@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_default_dtype_does_not_round_the_losses(default):
-    """Models are often made under a default of bf16, in which the division of two integers keeps 8 bits."""
-    r = router(torch.float64, top_k=3)
-    routing = r(torch.randn(T, HIDDEN, dtype=torch.float64))
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(default)
-    try:
-        stats = r.stats(routing)
-    finally:
-        torch.set_default_dtype(before)
-    fractions = stats.load.double() / (T * 3)
-    balance = E * (fractions * routing.probs.mean(0)).sum().item()
-    assert stats.load_balancing_loss.dtype is torch.float64
-    assert stats.load_balancing_loss.item() == pytest.approx(balance, rel=1e-12)
+    for loss, want in ((stats.load_balancing_loss, balance), (stats.z_loss, z)):
+        assert loss.item() == pytest.approx(want, rel=1e-12)
+        assert loss.dtype is F64
+        assert loss.dim() == 0
 
 
 @pytest.mark.parametrize("loss", ["load_balancing_loss", "z_loss"])
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_gradients_of_the_losses(score, loss):
-    r = router(torch.float64, score=score)
-    x = torch.randn(6, HIDDEN, dtype=torch.float64, requires_grad=True)
+    r, x = router(F64, score=score), leaf(6, HIDDEN)
 
     def run(x, weight):
-        routing = torch.func.functional_call(r, {"weight": weight}, (x,))
-        return getattr(r.stats(routing), loss)
+        return getattr(r.stats(torch.func.functional_call(r, {"weight": weight}, (x,))), loss)
 
     assert torch.autograd.gradcheck(run, (x, r.weight))
-    run(x, r.weight).backward()
-    assert r.weight.grad.any()
+    assert torch.autograd.grad(run(x, r.weight), r.weight)[0].any()
+
+
+def busiest(r, x):
+    """The largest load over the mean one."""
+    return r.stats(r(x)).load.max().item() / (r.top_k * len(x) / E)
 
 
 def test_minimising_the_load_balancing_loss_evens_the_load():
-    r = router(top_k=1)
-    x = torch.randn(400, HIDDEN) + 1
-    optimizer = torch.optim.SGD(r.parameters(), lr=0.5)
-
-    def busiest():
-        return r.stats(r(x)).load.max().item() / (400 / E)
-
-    before = busiest()
+    r, x = router(top_k=1), torch.randn(400, HIDDEN) + 1
+    optimizer, before = torch.optim.SGD(r.parameters(), lr=0.5), busiest(r, x)
     for _ in range(100):
         optimizer.zero_grad()
         r.stats(r(x)).load_balancing_loss.backward()
         optimizer.step()
     assert before > 2
-    assert busiest() < 1 + (before - 1) / 2
-
-
-def test_update_bias_is_one_step_of_the_sign():
-    r = router(score="sigmoid")
-    r.update_bias(torch.tensor([0, 4, 8, 4, 4, 4, 4, 4]), rate=0.25)
-    assert r.balance_bias.tolist() == [0.25, 0, -0.25, 0, 0, 0, 0, 0]
+    assert busiest(r, x) < 1 + (before - 1) / 2
 
 
 # many softmax scores lie closer together than a step: the load goes on swinging
 @pytest.mark.parametrize(("score", "reached"), [("sigmoid", 1.1), ("softmax", 1.4)])
-def test_update_bias_evens_the_load(score, reached):
-    r = router(score=score, balance_bias=True, top_k=2)
-    x = torch.randn(400, HIDDEN) + 0.5
-
-    def busiest():
-        return r.stats(r(x)).load.max().item() / (2 * 400 / E)
-
-    before = busiest()
+def test_update_bias_evens_the_load_by_steps_of_the_sign(score, reached):
+    r, x = router(score=score, balance_bias=True), torch.randn(400, HIDDEN) + 0.5
+    before = busiest(r, x)
     for _ in range(200):
         r.update_bias(r.stats(r(x)).load, rate=3e-3)
     assert before > 1.5
-    assert busiest() < reached
+    assert busiest(r, x) < reached
+    r = router(score=score, balance_bias=True)
+    r.update_bias(torch.tensor([0, 4, 8, 4, 4, 4, 4, 4]), rate=0.25)
+    assert r.balance_bias.tolist() == [0.25, 0, -0.25, 0, 0, 0, 0, 0]
 
 
-def test_no_tokens():
-    r = router(score="sigmoid")
-    routing = r(torch.empty(0, HIDDEN))
-    assert routing.expert_index.shape == (0, 2)
-    stats = r.stats(routing)
-    assert stats.load_balancing_loss.item() == stats.z_loss.item() == 0
-    assert stats.load.tolist() == [0] * E
+# --- in a chain ----------------------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "softmax": {},
+    "not renormalised": {"renormalize": False},
+    "topk_softmax": {"score": "topk_softmax"},
+    "sigmoid": {"score": "sigmoid"},
+    "sigmoid, not renormalised": {"score": "sigmoid", "renormalize": False},
+    "groups": {"num_groups": 4, "top_groups": 2},
+    "deepseek": {"score": "sigmoid", "num_groups": 4, "top_groups": 2},
+    "corrected": {"balance_bias": True},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+
+
+class Observe(fm.Op):
+    """Passes the rows on, and adds a number made of the router's other values."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.runtime_inputs = names
+
+    def compute(self, x, *values):
+        total = sum((value * torch.linspace(1, 2, value.numel()).view_as(value).to(value)).sum() for value in values)
+        return x + total.to(x.dtype)
+
+
+def router_of(dtype=F64, **options):
+    r = router(dtype, top_k=K, scale=1.7, bias=True, **options)
+    if r.balance_bias is not None:
+        r.balance_bias.uniform_(-0.2, 0.2)
+    return r
+
+
+def experts_of(dtype=F64):
+    return fm.Dispatch(), fm.GroupedLinear(E, HIDDEN, WIDE, dtype=dtype), fm.Combine()
+
+
+def routing_of(router, x):
+    """The result of the router without a chain."""
+    with torch.autocast("cpu", enabled=False):
+        index, weight, logits = router.compute(x, router.weight, router.bias, router.balance_bias)
+        return Routing(index, weight, logits, router._probs(router.scores(logits)))
+
+
+def alone(router, rest, x):
+    """The same layer with the router without a chain."""
+    routing, rest = routing_of(router, x), fm.Sequential(*rest)
+    values = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
+    values |= {"probs_sum": routing.probs.sum(0), "z_sum": routing.logits.logsumexp(1).square().sum()}
+    values["router_logits"] = routing.logits
+    return rest(x, **{name: values[name] for name in rest.runtime_inputs})
+
+
+OBSERVED = [(), ("router_logits",), ("probs_sum",), ("z_sum",), ("router_logits", "probs_sum", "z_sum")]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@every_option
+def test_values_and_gradients_are_those_of_autograd(options, hooked):
+    router, seen, x = router_of(**options), [], leaf(T, HIDDEN)
+    if hooked:  # it is called as a module
+        router.register_forward_hook(lambda module, args, routing: seen.append(type(routing)))
+    for observed in OBSERVED:
+        for rest in [(*experts_of(), Observe(*observed)), (Observe(*observed),)] if observed else [experts_of()]:
+            chain = fm.Sequential(router, *rest)
+            y, expected = chain(x), alone(router, rest, x)
+            assert torch.equal(y, expected)
+            assert_same_function(y, expected, (x, *chain.parameters()), rtol=1e-12)
+    assert set(seen) == ({Routing} if hooked else set())
+
+
+def results_and_gradients(route, router, x, read):
+    results = route(x)
+    torch.manual_seed(2)
+    losses = [(getattr(results, name) * torch.randn_like(getattr(results, name))).sum() for name in read]
+    wanted = [t for t in (x, *router.parameters()) if t.requires_grad]
+    return results, torch.autograd.grad(sum(losses), wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@every_option
+def test_called_alone(options, compiled):
+    router, x = router_of(**options), leaf(T, HIDDEN)
+    route = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
+    for read in (("expert_weight",), ("logits",), ("probs",), ("expert_weight", "logits", "probs")):
+        results, grads = results_and_gradients(route, router, x, read)
+        expected, expected_grads = results_and_gradients(lambda x: routing_of(router, x), router, x, read)
+        assert type(results) is Routing
+        assert_bitwise(results, expected)
+        assert [t.requires_grad for t in results] == [t.requires_grad for t in expected]
+        assert_close(grads, expected_grads, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "frozen", "autocast"), pairwise([F32, BF16], ["nothing", "parameters", "x"], [False, True]), ids=str
+)
+def test_gradients_alone_have_the_dtypes_of_their_tensors(dtype, frozen, autocast):
+    router = router_of(F32).requires_grad_(frozen != "parameters")
+    x = torch.randn(T, HIDDEN).to(dtype).requires_grad_(frozen != "x")
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        _, grads = results_and_gradients(router, router, x, ("expert_weight", "probs"))
+    _, expected = results_and_gradients(lambda x: routing_of(router, x), router, x, ("expert_weight", "probs"))
+    assert len(grads) == {"nothing": 3, "parameters": 1, "x": 2}[frozen]
+    assert [t.dtype for t in grads] == [t.dtype for t in expected]
+    bound = 4 * ROUNDOFF[dtype] if dtype is BF16 else 2 * error_bound(F32, HIDDEN, T, roundings=0)  # of both
+    assert_accurate(grads, [t.double() for t in expected], bound)
+
+
+def test_alone_no_gradient_of_the_rows_arrives(monkeypatch):
+    arrived, compute, x = [], DRouter.compute, leaf(T, HIDDEN)
+    monkeypatch.setattr(DRouter, "compute", lambda op, dy, *args: arrived.append(dy) or compute(op, dy, *args))
+    (router_of()(x).expert_weight.sum() + x.sum()).backward()
+    assert arrived == [None]
+    assert x.grad.any()
+
+
+def test_sums_are_computed_only_if_they_are_read():
+    computed = []
+
+    class Counting(fm.Router):
+        def compute(self, *args, **kwargs):
+            out = super().compute(*args, **kwargs)
+            computed.append(len(out))
+            return out
+
+        def backward_ops(self):
+            return fm.Router.backward_ops(self)
+
+    router, x = Counting(HIDDEN, E, K), torch.randn(T, HIDDEN)
+    fm.Sequential(router, fm.Dispatch(E))(x)
+    fm.Sequential(router, Observe("z_sum"))(x)
+    assert computed == [3, 5]
+
+
+@every_score
+def test_second_derivatives(score):
+    router, x = router_of(score=score), leaf(3, HIDDEN)
+    chain = fm.Sequential(router, *experts_of(), Observe("router_logits", "probs_sum", "z_sum"))
+
+    def run(x, weight, bias):
+        return torch.func.functional_call(chain, {"0.weight": weight, "0.bias": bias}, (x,))
+
+    assert torch.autograd.gradgradcheck(run, (x, router.weight, router.bias), fast_mode=True)
+
+
+@pytest.mark.parametrize("frozen", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], ids=str)
+def test_frozen_parts(frozen):
+    router, experts = router_of(), experts_of()
+    router.requires_grad_(not frozen[0])
+    experts[1].requires_grad_(not frozen[1])
+    x, chain = leaf(T, HIDDEN).requires_grad_(not frozen[2]), fm.Sequential(router, *experts)
+    backward = [op for step in chain.explain(x).plans[0].steps if step.direction == "backward" for op in step.ops]
+    assert ("0.RouterWeightGrad" in backward) == (not frozen[0])
+    assert ("0.DRouter" in backward) == (not frozen[2])
+    assert ("0.RouterLogitsGrad" in backward) == (not (frozen[0] and frozen[2]))
+    if not any(frozen):  # for fused kernels they are adjacent
+        assert backward[-6:] == [
+            "1.DispatchWeightGrad", "1.DDispatch",
+            "0.RouterLogitsGrad", "0.RouterBiasGrad", "0.RouterWeightGrad", "0.DRouter",
+        ]  # fmt: skip
+    wanted = [t for t in (x, router.weight, router.bias, experts[1].weight) if t.requires_grad]
+    if wanted:
+        assert_same_function(chain(x), alone(router, experts, x), wanted, rtol=1e-12)
+
+
+def test_rows_that_use_no_weight_still_reach_the_tokens():
+    router, x = router_of(), leaf(T, HIDDEN)
+    y, dx = with_gradients(fm.Sequential(router, fm.Dispatch(E), fm.Combine(None))(x), [x])
+    assert_close([y, dx], [K * x, torch.full_like(x, K)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_router_in_fp32_and_tokens_in_any_dtype(dtype):
+    router, experts, x = router_of(F32), experts_of(dtype), leaf(T, HIDDEN, dtype=dtype)
+    chain = fm.Sequential(router, *experts)
+    y = chain(x)
+    assert torch.equal(y, alone(router, experts, x))
+    exact, exact_x, dy = copy.deepcopy(chain).double(), x.detach().double().requires_grad_(), torch.randn_like(y)
+    found = with_gradients(y, (x, *chain.parameters()), dy)
+    want = with_gradients(exact(exact_x), (exact_x, *exact.parameters()), dy.double())
+    assert [t.dtype for t in found[1:]] == [t.dtype for t in (x, *chain.parameters())]
+    bound = 4 * ROUNDOFF[dtype] if dtype is BF16 else error_bound(F32, HIDDEN, HIDDEN, T, roundings=0)
+    assert_accurate(found, want, bound)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_does_not_round_what_the_router_reads(dtype, compiled):
+    router, experts, x = router_of(F32), experts_of(F32), leaf(T, HIDDEN, dtype=dtype)
+    chain = fm.Sequential(router, *experts)
+    with torch.autocast("cpu", BF16):
+        expected = alone(router, experts, x)
+        y = (torch.compile(chain, fullgraph=True, backend="aot_eager") if compiled else chain)(x)
+    assert_bitwise(y, expected)
+    assert y.dtype is BF16
+    wanted, dy = (x, *chain.parameters()), torch.randn_like(y)
+    found = with_gradients(y, wanted, dy)
+    assert [t.dtype for t in found[1:]] == [t.dtype for t in wanted]
+    assert_accurate(found, [t.double() for t in with_gradients(expected, wanted, dy)], 2 * ROUNDOFF[BF16])
+
+
+def test_chains_under_autocast():
+    chain, x = fm.Sequential(router_of(F32), *experts_of(F32)), torch.randn(T, HIDDEN)
+    assert len(chain.explain(x).parts) == 1
+    after_a_module = fm.Sequential(nn.LayerNorm(HIDDEN), *chain)
+    with torch.autocast("cpu", BF16):
+        assert [title for title, _ in chain.explain(x).parts] == ["chain 0", "chain 1 to 3"]
+        assert len(chain.explain(x.bfloat16()).parts) == 1
+        found = after_a_module(x.bfloat16())  # which gives fp32 rows
+        assert torch.equal(found, alone(chain[0], chain[1:], after_a_module[0](x.bfloat16())))
+
+
+def test_a_router_with_another_forward_is_called_as_a_module():
+    class Shifted(fm.Router):
+        def forward(self, x):
+            routing = super().forward(x)
+            return routing._replace(expert_index=(routing.expert_index + 1) % E)
+
+    router, plain, x, experts = Shifted(HIDDEN, E, K), fm.Router(HIDDEN, E, K), torch.randn(T, HIDDEN), experts_of(F32)
+    plain.load_state_dict(router.state_dict())
+    routing = router(x)
+    given = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
+    expected = fm.Sequential(*experts)(x, **given)
+    assert torch.equal(fm.Sequential(router, *experts)(x), expected)
+    assert not torch.equal(fm.Sequential(plain, *experts)(x), expected)
+
+
+@every_score
+def test_torch_compile(score):
+    router, rest, x = router_of(F32, score=score), (*experts_of(F32), Observe("z_sum", "probs_sum")), torch.randn(T, HIDDEN)
+    chain, chosen = fm.Sequential(router, *rest), []
+    compiled, wanted = torch.compile(chain, fullgraph=True, backend="aot_eager"), (x.requires_grad_(), *chain.parameters())
+    for correction in (0, torch.linspace(3, 0, E)):
+        if router.balance_bias is not None:  # which is read at each call
+            router.balance_bias.copy_(router.balance_bias + correction)
+            chosen.append(router(x).expert_index)
+        assert_bitwise(with_gradients(compiled(x), wanted), with_gradients(chain(x), wanted))
+    assert not chosen or not torch.equal(*chosen)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_no_tokens(score):
+    chain, x = fm.Sequential(router_of(score=score), *experts_of(), Observe("z_sum")), leaf(0, HIDDEN)
+    y, dx, dw = with_gradients(chain(x), [x, chain[0].weight])
+    assert (y.shape, dx.shape) == ((0, WIDE), (0, HIDDEN))
+    assert not dw.any()
+
+
+@every_option
+def test_nan(options):
+    router, x = router_of(F32, **options).requires_grad_(False), torch.randn(T, HIDDEN)
+
+    def valid(routing):
+        assert ((routing.expert_index >= 0) & (routing.expert_index < E)).all()
+        assert all(len(set(ids)) == K for ids in routing.expert_index.tolist())
+        return routing
+
+    clean = router(x)
+    poisoned, others = x.clone(), torch.arange(T) != 4
+    poisoned[4, 0] = torch.nan
+    routing = valid(router(poisoned))
+    assert routing.expert_weight[4].isnan().all()
+    assert torch.equal(routing.expert_index[others], clean.expert_index[others])
+    assert torch.equal(routing.expert_weight[others], clean.expert_weight[others])
+    # a logit of NaN ranks highest
+    router.bias[5] = torch.nan
+    routing = valid(router(x))
+    assert routing.expert_weight.isnan().any(1).all()
+    if router.score != "softmax":  # whose scores are then all NaN
+        assert (routing.expert_index == 5).any(1).all()
+
+
+def test_two_layers_in_one_sequential_and_refusals():
+    layers = [
+        [r, fm.Dispatch(), fm.GroupedLinear(E, HIDDEN, HIDDEN), fm.Combine()]
+        for r in (router_of(F32), router_of(F32, score="sigmoid"))
+    ]
+    x, first, second = torch.randn(T, HIDDEN), fm.Sequential(*layers[0]), fm.Sequential(*layers[1])
+    assert torch.equal(fm.Sequential(*layers[0], *layers[1])(x), second(first(x)))
+    chain = fm.Sequential(router_of(F32), *experts_of(F32))
+    for call, word in [
+        # groups of experts are something else
+        (lambda: fm.Sequential(fm.Dispatch(), fm.Combine(), router_of(F32, num_groups=2))(x), "no grouped op"),
+        (lambda: chain(torch.randn(T, 5)), r"0\.Router.*x: expected shape"),
+        (lambda: chain(x, expert_index=torch.zeros(T, K, dtype=torch.int64)), r"'expert_index' .*0\.Router"),
+    ]:
+        with pytest.raises(fm.InputError, match=word):
+            call()
+
+
+def test_an_op_that_passes_rows_on_and_provides_values_needs_backward_ops():
+    class Norms(fm.Op):
+        provides = ("norms",)
+        passes_forward = True
+
+        def infer(self, x):
+            return fm.TensorSpec((x.shape[0],), x.dtype)
+
+        def compute(self, x):
+            return x.norm(dim=1)
+
+    x, chain = torch.randn(4, 6), fm.Sequential(Norms(), fm.Scale("norms"))
+    torch.testing.assert_close(chain(x), x * x.norm(dim=1, keepdim=True))
+    with pytest.raises(NotImplementedError, match="Norms"):
+        chain(x.requires_grad_())
