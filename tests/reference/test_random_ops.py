@@ -1,20 +1,20 @@
-"""Ops that draw random numbers: whatever computes them again draws the same numbers again."""
+"""Ops that draw random numbers: a repeated computation draws the same numbers again."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from chains import H
-from oracles import grouped_linear
+from kit.compare import assert_close
+from kit.layers import H, leaf
+from kit.oracles import grouped_linear
+from kit.splits import ROWS, SPLITS
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe as fm
-
-SPLITS = torch.tensor([2, 0, 3])
-ROWS = 6
 
 
 class Dropout(fm.Op):
@@ -22,6 +22,25 @@ class Dropout(fm.Op):
 
     def compute(self, x):
         return F.dropout(x, 0.5)
+
+
+class OwnMask(fm.BackwardOp):
+    """Draws the mask again, by itself."""
+
+    needs = ("grad_output", "random_state")
+
+    def compute(self, grad_output, state):
+        now = torch.get_rng_state()
+        torch.set_rng_state(state)
+        try:
+            return grad_output * F.dropout(torch.ones_like(grad_output), 0.5)
+        finally:
+            torch.set_rng_state(now)
+
+
+class OwnDropout(Dropout):
+    def backward_ops(self):
+        return (OwnMask(self),)
 
 
 class Noisy(fm.Op):
@@ -52,122 +71,82 @@ class Taking(fm.Op):
         return x * noise[:, None]
 
 
-def leaf(*shape):
-    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+def with_dropout(op=None):
+    seq = fm.Sequential(fm.GroupedLinear(3, H, H), op or Dropout(), fm.GroupedLinear(3, H, H)).double()
+    return seq, partial(seq, splits=SPLITS), leaf(ROWS, H)
 
 
-def with_dropout(*ops):
-    return fm.Sequential(fm.GroupedLinear(3, H, H), *ops, fm.GroupedLinear(3, H, H)).double()
+def meaning(seq, x):
+    hidden = F.dropout(grouped_linear(x, seq[0].weight, None, SPLITS), 0.5)
+    return grouped_linear(hidden, seq[2].weight, None, SPLITS)
 
 
-def meaning(seq, x, drop):
-    return grouped_linear(drop(grouped_linear(x, seq[0].weight, None, SPLITS)), seq[-1].weight, None, SPLITS)
+def assert_draws_like(call, want, wanted, order=1):
+    """Output, gradients and a number drawn afterwards, from one state; somebody draws before the backward pass."""
+    state, found = torch.get_rng_state(), []
+    for function in (call, want):
+        torch.set_rng_state(state)
+        y = function()
+        after = torch.rand(1, dtype=torch.float64)
+        if order == 2:
+            first = torch.autograd.grad(y.square().sum(), wanted, create_graph=True)
+            torch.rand(3)
+            found.append([y, *first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted), after])
+        else:
+            for t in wanted:
+                t.grad = None
+            y.square().sum().backward()
+            found.append([y, *[t.grad for t in wanted], after])
+    assert all(t.any() for t in found[1])
+    assert_close(*found)
 
 
-def results(call, wanted, state):
-    """The output and its gradients, of one drawing; and a number drawn afterwards."""
-    torch.set_rng_state(state)
-    y = call()
-    grads = torch.autograd.grad(y.square().sum(), wanted)
-    return [y, *grads, torch.rand(1)]
-
-
-def assert_same(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert b.any()
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
-
-
-def test_dropout_has_the_gradient_of_its_own_mask():
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("op", [Dropout, OwnDropout])
+def test_dropout_has_the_gradient_of_its_own_mask(op, order):
     """The backward pass drew a new mask: the gradient was that of another function."""
-    seq, x, state = with_dropout(Dropout()), leaf(ROWS, H), torch.get_rng_state()
-    wanted = [x, *seq.parameters()]
-    got = results(lambda: seq(x, splits=SPLITS), wanted, state)
-    assert_same(got, results(lambda: meaning(seq, x, lambda h: F.dropout(h, 0.5)), wanted, state))
+    seq, call, x = with_dropout(op())
+    assert_draws_like(lambda: call(x), lambda: meaning(seq, x), [x, *seq.parameters()], order)
 
 
 @pytest.mark.parametrize("order", [1, 2])
 def test_everything_that_is_computed_again(order):
-    op = Noisy()
-    x, shift, state = leaf(ROWS, H), leaf(ROWS), torch.get_rng_state()
+    op, x, shift = Noisy(), leaf(ROWS, H), leaf(ROWS)
     seq = fm.Sequential(op, Taking(), fm.SquaredReLU())
-    wanted = [x, shift, op.slope]
 
     def plain():
         noise = torch.rand_like(shift)
         rows = torch.sin(x * op.slope * torch.randn_like(x) + (shift * noise)[:, None]) * noise[:, None]
         return rows.clamp(min=0).square()
 
-    if order == 1:
-        assert_same(*(results(call, wanted, state) for call in (lambda: seq(x, shift=shift), plain)))
-        return
-    found = []
-    for call in (lambda: seq(x, shift=shift), plain):
-        torch.set_rng_state(state)
-        first = torch.autograd.grad(call().square().sum(), wanted, create_graph=True)
-        found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), wanted), torch.rand(1)])
-    assert_same(*found)
-
-
-class OwnMask(fm.BackwardOp):
-    """Draws the mask again, by itself."""
-
-    needs = ("grad_output", "random_state")
-
-    def compute(self, grad_output, state):
-        now = torch.get_rng_state()
-        torch.set_rng_state(state)
-        try:
-            return grad_output * F.dropout(torch.ones_like(grad_output), 0.5)
-        finally:
-            torch.set_rng_state(now)
-
-
-class OwnDropout(Dropout):
-    def backward_ops(self):
-        return (OwnMask(self),)
-
-
-def test_a_backward_of_its_own_may_have_the_state():
-    seq, x, state = with_dropout(OwnDropout()), leaf(ROWS, H), torch.get_rng_state()
-    wanted = [x, *seq.parameters()]
-    got = results(lambda: seq(x, splits=SPLITS), wanted, state)
-    assert_same(got, results(lambda: meaning(seq, x, lambda h: F.dropout(h, 0.5)), wanted, state))
-
-
-@pytest.mark.parametrize("op", [Dropout, OwnDropout])
-def test_second_derivatives_draw_again(op):
-    seq, x, state = with_dropout(op()), leaf(ROWS, H), torch.get_rng_state()
-    wanted, found = [x, *seq.parameters()], []
-    for call in (lambda: seq(x, splits=SPLITS), lambda: meaning(seq, x, lambda h: F.dropout(h, 0.5))):
-        torch.set_rng_state(state)
-        (g,) = torch.autograd.grad(call().square().sum(), x, create_graph=True)
-        torch.rand(3)  # somebody draws in between
-        found.append([g, *torch.autograd.grad(g.square().sum(), wanted)])
-    assert_same(*found)
+    assert_draws_like(lambda: seq(x, shift=shift), plain, [x, shift, op.slope], order)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointing_draws_again(use_reentrant):
-    seq, x, state = with_dropout(Dropout()), leaf(ROWS, H), torch.get_rng_state()
-    wanted, found = [x, *seq.parameters()], []
-    for call in (lambda x: seq(x, splits=SPLITS), lambda x: meaning(seq, x, lambda h: F.dropout(h, 0.5))):
-        torch.set_rng_state(state)
-        y = checkpoint(call, x, use_reentrant=use_reentrant)
-        torch.rand(3)
-        for t in wanted:
-            t.grad = None
-        y.square().sum().backward()
-        found.append([y, *[t.grad for t in wanted]])
-    assert_same(*found)
+    seq, call, x = with_dropout()
+    again = partial(checkpoint, use_reentrant=use_reentrant)
+    want = partial(again, partial(meaning, seq), x)
+    assert_draws_like(lambda: again(call, x), want, [x, *seq.parameters()])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+def test_a_compiled_module_runs_it_uncompiled():
+    """As an operator of a graph it could be computed again, or once for two calls, without the state."""
+    seq, call, x = with_dropout()
+    compiled = torch.compile(lambda x: call(x) + call(x), backend="aot_eager")
+    assert_draws_like(lambda: compiled(x), lambda: call(x) + call(x), [x, *seq.parameters()])
 
 
 def test_two_calls_draw_twice():
-    seq, x = with_dropout(Dropout()), leaf(ROWS, H)
-    a, b = seq(x, splits=SPLITS), seq(x, splits=SPLITS)
+    _, call, x = with_dropout()
+    a, b = call(x), call(x)
     assert not torch.equal(a, b)
     (da,), (db,) = (torch.autograd.grad(y.sum(), x) for y in (a, b))
     assert not torch.equal(da, db)
+
+
+# --- ops that do not say that they draw ----------------------------------------------------------------------------
 
 
 class Undeclared(fm.Op):
@@ -177,19 +156,6 @@ class Undeclared(fm.Op):
 
     def compute(self, x):
         return F.dropout(x, self.p, self.training)
-
-
-def test_one_that_does_not_say_so_is_an_error():
-    seq, x = with_dropout(Undeclared()), leaf(ROWS, H)
-    with pytest.raises(fm.InputError, match=r"Undeclared\(\): compute: draws random numbers.*draws_random = True"):
-        seq(x, splits=SPLITS)
-    with torch.no_grad():  # nothing is computed again
-        assert seq(x, splits=SPLITS).any()
-    seq.eval()
-    seq(x, splits=SPLITS).sum().backward()
-    seq.train()
-    with pytest.raises(fm.InputError, match="draws random numbers"):
-        seq(x, splits=SPLITS)
 
 
 class DropPath(fm.Op):
@@ -244,6 +210,9 @@ class Untagged(fm.Op):
         return untagged_dropout(x)
 
 
+SAID = r"compute: draws random numbers.*draws_random"
+
+
 @pytest.mark.parametrize(
     ("op", "x"),
     [
@@ -262,13 +231,24 @@ def test_an_undeclared_draw_is_found_whatever_the_second_draw_gives(op, x):
     x = x.double().requires_grad_()
     for seed in range(8):
         torch.manual_seed(seed)
-        with pytest.raises(fm.InputError, match=r"compute: draws random numbers.*draws_random = True"):
+        with pytest.raises(fm.InputError, match=SAID):
+            fm.Sequential(op)(x)
+    if not isinstance(op, Compiled):  # torch.compile takes no other mode
+        with FlopCounterMode(display=False), pytest.raises(fm.InputError, match=SAID):
             fm.Sequential(op)(x)
 
 
-def test_an_undeclared_draw_is_found_under_a_flop_counter():
-    with FlopCounterMode(display=False), pytest.raises(fm.InputError, match="draws random numbers"):
-        fm.Sequential(DropPath())(leaf(2, 2))
+def test_it_may_draw_where_nothing_is_computed_again():
+    seq, call, x = with_dropout(Undeclared())
+    with pytest.raises(fm.InputError, match=SAID):
+        call(x)
+    with torch.no_grad():
+        assert call(x).any()
+    seq.eval()
+    call(x).sum().backward()
+    seq.train()
+    with pytest.raises(fm.InputError, match=SAID):
+        call(x)
 
 
 def test_another_thread_that_draws_is_no_error():
@@ -286,43 +266,29 @@ def test_another_thread_that_draws_is_no_error():
     assert not torch.equal(torch.get_rng_state(), state)
 
 
-def test_inference_keeps_no_state(monkeypatch):
-    seq, x = with_dropout(Dropout()), leaf(ROWS, H)
+# --- the state -----------------------------------------------------------------------------------------------------
+
+
+def test_the_state_is_kept_for_training_alone_and_explained(monkeypatch):
+    seq, call, x = with_dropout()
+    (plan,) = seq.explain(x, splits=SPLITS).plans
+    assert "1.random_state" in plan.kept
+    assert "1.random_state" in str(plan)
 
     def never(*_):
         raise AssertionError("the state was asked for")
 
     monkeypatch.setattr("fusedmoe.ops.state.random._states", never)
     with torch.no_grad():
-        assert seq(x, splits=SPLITS).any()
+        assert not seq.explain(x, splits=SPLITS).plans[0].kept
+        assert call(x).any()
     with pytest.raises(AssertionError, match="was asked for"):
-        seq(x, splits=SPLITS)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
-def test_a_compiled_module_runs_it_uncompiled():
-    """As an operator of a graph it could be computed again, or once for two calls, without the state."""
-    seq, x, state = with_dropout(Dropout()), leaf(ROWS, H), torch.get_rng_state()
-    wanted = [x, *seq.parameters()]
-    compiled = torch.compile(lambda x: seq(x, splits=SPLITS) + seq(x, splits=SPLITS), backend="aot_eager")
-    want = results(lambda: seq(x, splits=SPLITS) + seq(x, splits=SPLITS), wanted, state)
-    assert_same(results(lambda: compiled(x), wanted, state), want)
-
-
-def test_explain_names_what_is_kept():
-    seq, x = with_dropout(Dropout()), leaf(ROWS, H)
-    (plan,) = seq.explain(x, splits=SPLITS).plans
-    assert "1.random_state" in plan.kept
-    assert "1.random_state" in str(plan)
-    with torch.no_grad():
-        (plan,) = seq.explain(x, splits=SPLITS).plans
-    assert not plan.kept
+        call(x)
 
 
 def test_under_a_recipe():
-    seq, x, state = with_dropout(Dropout()).float(), torch.randn(ROWS, H, requires_grad=True), torch.get_rng_state()
+    seq, x, state = with_dropout()[0].float(), leaf(ROWS, H, dtype=torch.float32), torch.get_rng_state()
     with fm.recipe("mxfp8"):
-        torch.set_rng_state(state)
         y = seq(x, splits=SPLITS)
         torch.rand(3)
         (dx,) = torch.autograd.grad(y.sum(), x)
