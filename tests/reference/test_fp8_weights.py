@@ -6,8 +6,7 @@ import io
 import pytest
 import torch
 from kit.compare import assert_accurate, assert_bitwise, pairwise
-from kit.layers import outcome
-from kit.rounding import ROUNDOFF, error_bound, error_of_sums
+from kit.rounding import error_bound, error_of_sums
 from kit.splits import expert_rows
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -112,7 +112,9 @@ def test_a_call_leaves_nothing_on_the_module():
     assert [name for name, _ in layer.named_buffers()] == ["router.balance_bias"]
     assert layer.state_dict().keys() == state.keys()
     assert all(torch.equal(t, state[name]) for name, t in layer.state_dict().items())
-    kept = [v for module in layer.modules() for v in vars(module).values() if isinstance(v, (torch.Tensor, fm.MoEStats))]
+    kept = [
+        v for module in layer.modules() for v in vars(module).values() if isinstance(v, (torch.Tensor, fm.MoEStats))
+    ]
     assert kept == []
     names = [name for name, _ in layer.named_modules(remove_duplicate=False) if not name.startswith("shared")]
     assert names == [

@@ -24,7 +24,12 @@ def experts():
 
 def results(recipe, place=None, value=0.0):
     module, x, dy = experts(), torch.randn(ROWS, H), torch.randn(ROWS, H)
-    changed = {"x": x[ROW], "grad": dy[ROW], "0.weight": module[0].weight[EXPERT, 3], "2.weight": module[2].weight[EXPERT, 3]}
+    changed = {
+        "x": x[ROW],
+        "grad": dy[ROW],
+        "0.weight": module[0].weight[EXPERT, 3],
+        "2.weight": module[2].weight[EXPERT, 3],
+    }
     # with a step of delayed scaling before, so that there is a scale which does not follow from the values
     for last in (False, True) if recipe is DELAYED else (True,):
         with torch.no_grad():

@@ -511,9 +511,16 @@ def test_a_router_with_another_forward_is_called_as_a_module():
 
 @every_score
 def test_torch_compile(score):
-    router, rest, x = router_of(F32, score=score), (*experts_of(F32), Observe("z_sum", "probs_sum")), torch.randn(T, HIDDEN)
+    router, rest, x = (
+        router_of(F32, score=score),
+        (*experts_of(F32), Observe("z_sum", "probs_sum")),
+        torch.randn(T, HIDDEN),
+    )
     chain, chosen = fm.Sequential(router, *rest), []
-    compiled, wanted = torch.compile(chain, fullgraph=True, backend="aot_eager"), (x.requires_grad_(), *chain.parameters())
+    compiled, wanted = (
+        torch.compile(chain, fullgraph=True, backend="aot_eager"),
+        (x.requires_grad_(), *chain.parameters()),
+    )
     for correction in (0, torch.linspace(3, 0, E)):
         if router.balance_bias is not None:  # which is read at each call
             router.balance_bias.copy_(router.balance_bias + correction)

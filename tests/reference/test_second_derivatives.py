@@ -110,7 +110,7 @@ def test_third_derivatives(name):
 
 @pytest.mark.parametrize("name", ["layer with bias", "glu first", "gpt_oss"])
 def test_gradgradcheck(name):
-    seq, x, inputs, wanted = prepared(name)
+    seq, _, inputs, wanted = prepared(name)
 
     def run(*values):
         values = dict(zip(wanted, values, strict=True))
@@ -151,7 +151,10 @@ def test_activations(op):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_dense_layers(bias):
-    seq, x = fm.Sequential(fm.Linear(H, 2 * H, bias=bias), fm.SwiGLU(), fm.Linear(H, 3, bias=bias)).double(), leaf(2, 3, H)
+    seq, x = (
+        fm.Sequential(fm.Linear(H, 2 * H, bias=bias), fm.SwiGLU(), fm.Linear(H, 3, bias=bias)).double(),
+        leaf(2, 3, H),
+    )
     assert_second(seq(x), meaning(seq, x), [x, *seq.parameters()])
 
 
@@ -283,7 +286,10 @@ def test_poison_after_the_last_expert_stays_out(name, poison):
     def run(call):
         first = torch.autograd.grad(call(x, **inputs), [*wanted.values()], dy, create_graph=True)
         sources = [dy, *wanted.values()]
-        return [*first, *torch.autograd.grad(sum(map(weighted, first)), sources, materialize_grads=True, allow_unused=True)]
+        return [
+            *first,
+            *torch.autograd.grad(sum(map(weighted, first)), sources, materialize_grads=True, allow_unused=True),
+        ]
 
     with torch.no_grad():
         dy[5:] = 0  # the formula of a dense layer reads the tail
@@ -307,7 +313,9 @@ def test_experts_and_calls_without_rows():
     seq = chain("gpt_oss")
     x, probs = leaf(0, H), leaf(0)
     wanted = [x, probs, *seq.parameters()]
-    assert not any(g.any() for g in second(seq(x, splits=torch.zeros(3, dtype=torch.int64), probs=probs), wanted, wanted))
+    assert not any(
+        g.any() for g in second(seq(x, splits=torch.zeros(3, dtype=torch.int64), probs=probs), wanted, wanted)
+    )
     x, probs = leaf(4, H), leaf(4)
     for g in second(seq(x, splits=torch.tensor([0, 4, 0]), probs=probs), [x], [*seq.parameters()])[1:]:
         assert [bool(part.any()) for part in g] == [False, True, False]
