@@ -191,15 +191,6 @@ def test_the_result_and_the_splits_may_be_changed_afterwards(seq, x, probs):
     assert_bitwise(torch.autograd.grad(y.sum(), x), [want])
 
 
-def test_no_rows(seq):
-    y, dx, dprobs, *of_parameters = outcome(
-        seq, leaf(0, H), splits=torch.zeros(3, dtype=torch.int64), probs=leaf(0)
-    ).values()
-    assert [t.shape for t in (y, dx, dprobs)] == [(0, H), (0, H), (0,)]
-    assert [t.shape for t in of_parameters] == [p.shape for p in seq.parameters()]
-    assert not any(t.any() for t in of_parameters)
-
-
 def test_hooks_retained_gradients_and_anomaly_mode(seq, x, probs):
     inner, seen = x * 1, []
     inner.retain_grad()

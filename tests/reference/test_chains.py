@@ -4,29 +4,18 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from kit.compare import assert_accurate, assert_bitwise, assert_close, assert_same_function, with_gradients
 from kit.layers import CHAINS, ROUTED, H, chain, leaf, outcome, runtime_inputs, wanted_of
 from kit.oracles import meaning
-from kit.rounding import ROUNDOFF, error_bound
-from kit.splits import ROUTING, routings, splits_and_rows
+from kit.rounding import ROUNDOFF
+from kit.splits import routings, splits_and_rows
 
 import fusedmoe as fm
 
 
-def gradcheck(seq, x, inputs, **settings):
-    floats = [name for name, t in inputs.items() if t.requires_grad]
-    names = [name for name, _ in seq.named_parameters()]
-
-    def run(x, *rest):
-        given = inputs | dict(zip(floats, rest, strict=False))
-        return torch.func.functional_call(seq, dict(zip(names, rest[len(floats) :], strict=True)), (x,), given)
-
-    assert torch.autograd.gradcheck(run, (x, *[inputs[name] for name in floats], *seq.parameters()), **settings)
-
-
 @pytest.mark.parametrize("name", CHAINS)
+@example((torch.tensor([0, 0, 0]), 0))
 @given(splits_and_rows())
 def test_any_splits(name, drawn):
     splits, rows = drawn
@@ -35,12 +24,6 @@ def test_any_splits(name, drawn):
     y, wanted = seq(x, **inputs), wanted_of(seq, x, inputs).values()
     assert not y[total:].any()
     assert_same_function(y[:total], meaning(seq, x, **inputs)[:total], wanted, zeros=True)
-
-
-@pytest.mark.parametrize("name", ["scale last", "scale first", "gpt_oss", "squared relu"])
-def test_gradcheck(name):
-    seq = chain(name)
-    gradcheck(seq, leaf(4, H), runtime_inputs(seq, 4, torch.tensor([2, 0, 1])))
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -55,20 +38,6 @@ def test_accuracy_against_fp64_of_the_same_operands(name, dtype):
     want = outcome(exact, exact_x, dy.double(), call=lambda x, **inputs: meaning(exact, x, **inputs), **inputs)
     # one rounding after each op, forward and backward; their errors add like those of independent draws
     assert_accurate(found, want, ROUNDOFF[dtype] * (3 if dtype.itemsize == 2 else 16))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_torchs_own_grouped_mm_agrees(dtype):
-    splits = torch.tensor([6, 0, 9, 1])
-    offsets = splits.cumsum(0).to(torch.int32)
-    seq = fm.Sequential(fm.GroupedLinear(4, 16, 32), fm.SwiGLU(), fm.GroupedLinear(4, 16, 16)).to(dtype)
-    x, dy = leaf(16, 16, dtype=dtype), torch.randn(16, 16).to(dtype)
-    w1, w2 = (p.detach().clone().requires_grad_() for p in seq.parameters())
-    gate, up = F.grouped_mm(x, w1.mT, offs=offsets).float().chunk(2, dim=-1)
-    want = with_gradients(F.grouped_mm((F.silu(gate) * up).to(dtype), w2.mT, offs=offsets), [x, w1, w2], dy)
-    # in fp32 the sums of both layers may differ; in bf16 they are rounded to the same number or the next
-    bound = error_bound(dtype, 16, 16, roundings=0) if dtype is torch.float32 else ROUNDOFF[dtype]
-    assert_accurate([*outcome(seq, x, dy, splits=splits).values()], want, bound)
 
 
 def test_two_scales_of_different_names():
@@ -95,11 +64,6 @@ def test_any_routing(kind, drawn):
         assert not any(t.any() for t in with_gradients(y, wanted, dy))
         return
     assert_close(with_gradients(y, wanted, dy), with_gradients(expected, wanted, dy))
-
-
-@pytest.mark.parametrize("kind", ["weights in combine", "weights in scale"])
-def test_gradcheck_of_a_routed_chain(kind):
-    gradcheck(chain(kind), leaf(4, H), routing_of(ROUTING), fast_mode=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -46,14 +46,6 @@ def test_e8m0(function, exact, element):
 
 
 @every_element
-def test_rceil_by_vectorized_division(element):
-    # fp64 holds amax / max to far more bits than tell it from a power of two
-    amax = fp32_amax(-110, -1, 8, 15, 126, step=11)
-    mantissa, exponent = np.frexp(amax.double().numpy() / element.max)
-    np.testing.assert_array_equal(e8m0_rceil(amax, element).numpy(), exponent - (mantissa == 0.5) + 127)
-
-
-@every_element
 def test_e8m0_edges(element):
     smallest = element.max * 2.0**-127
     amax = torch.tensor([0.0, 1e-45, smallest, smallest * 1.01, smallest * 2, smallest * 2.01, FLT_MAX])

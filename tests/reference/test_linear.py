@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import example, given
 from kit.compare import assert_accurate, assert_bitwise, assert_same_function, pairwise, with_gradients
 from kit.layers import drawn, leaf, outcome, poison_tail
 from kit.oracles import exact_copies, grouped_linear
@@ -19,6 +19,7 @@ def layer(experts, k, n, bias=False, dtype=torch.float64):
 
 
 # widths of 8 go through F.grouped_mm where the dtype does, widths of 3 and 5 through the loop
+@example((torch.tensor([0, 0, 0]), 0))
 @given(splits_and_rows())
 @pytest.mark.parametrize(
     ("dtype", "bias", "width"), pairwise([torch.float64, torch.float32], [False, True], [(8, 16), (3, 5)]), ids=str
@@ -37,19 +38,6 @@ def test_any_splits(dtype, bias, width, drawn):
     assert not dx[total:].any()
     assert not any(t[splits == 0].any() for t in of_parameters)
     assert not total or all(t.any() for t in of_parameters)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("counts", [[2, 0, 1], [0, 3, 0], [0, 0, 0]])
-def test_gradcheck(counts, bias):
-    op, x = layer(3, 2, 3, bias), leaf(4, 2)  # a row more than the splits have
-    names = [name for name, _ in op.named_parameters()]
-
-    def run(x, *parameters):
-        parameters = dict(zip(names, parameters, strict=True))
-        return torch.func.functional_call(op, parameters, (x,), {"splits": torch.tensor(counts)})
-
-    assert torch.autograd.gradcheck(run, (x, *op.parameters()))
 
 
 @pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
@@ -98,22 +86,6 @@ def test_a_nan_stays_with_its_expert(dtype):
     assert torch.equal(dx.isnan().any(1), rows == 6)
     assert dw.isnan().flatten(1).any(1).tolist() == [False, True, True]
     assert db.isnan().any(1).tolist() == [False, False, True]
-
-
-def test_no_rows():
-    op, x = layer(3, 4, 5, bias=True), leaf(0, 4)
-    y, dx, dw, db = outcome(op, x, splits=torch.zeros(3, dtype=torch.int64)).values()
-    assert [t.shape for t in (y, dx, dw, db)] == [(0, 5), (0, 4), (3, 5, 4), (3, 5)]
-    assert not dw.any()
-    assert not db.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bitwise_the_same_each_time(dtype):
-    op, x, dy = layer(4, 64, 32, True, dtype), leaf(64, 64, dtype=dtype), torch.randn(64, 32).to(dtype)
-    first, *again = (outcome(op, x, dy, splits=torch.tensor([30, 0, 33, 1])) for _ in range(3))
-    for other in again:
-        assert_bitwise(other, first)
 
 
 def test_the_bias_gradient_is_summed_in_fp32():

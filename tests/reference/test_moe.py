@@ -57,26 +57,6 @@ def test_values_and_gradients_are_those_of_the_dense_loop(options, activation):
     assert_same_function(layer(x), dense(layer, x), (x, *layer.parameters()), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("score", SCORES)
-def test_gradcheck_end_to_end(score):
-    layer, x = layer_of(score=score, **SHARED), tokens(4)
-    ranked = layer.router(x).logits.sort(dim=1, descending=True).values
-    assert (ranked[:, K - 1] - ranked[:, K]).min() > 1e-3, "a finite difference could change the choice"
-    names = [name for name, _ in layer.named_parameters()]
-
-    def run(x, *parameters):
-        return torch.func.functional_call(layer, dict(zip(names, parameters, strict=True)), (x,))
-
-    assert torch.autograd.gradcheck(run, (x, *layer.parameters()), fast_mode=True)
-    # the gates alone in full: their gradient comes through expert_weight only
-    others = {name: p.detach() for name, p in layer.named_parameters()}
-
-    def of_router(weight):
-        return torch.func.functional_call(layer, others | {"router.weight": weight}, (x.detach(),))
-
-    assert torch.autograd.gradcheck(of_router, (layer.router.weight,))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_accuracy_against_fp64_of_the_same_operands(dtype):
     layer, x = layer_of(dtype, bias=True, shared_intermediate=4), tokens(40, dtype=dtype)

@@ -108,18 +108,6 @@ def test_third_derivatives(name):
     assert_close(*results, rtol=1e-8, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["layer with bias", "glu first", "gpt_oss"])
-def test_gradgradcheck(name):
-    seq, _, inputs, wanted = prepared(name)
-
-    def run(*values):
-        values = dict(zip(wanted, values, strict=True))
-        x, given = values.pop("x"), inputs | {k: values.pop(k) for k in inputs if k in wanted}
-        return torch.func.functional_call(seq, values, (x,), given)
-
-    assert torch.autograd.gradgradcheck(run, [*wanted.values()], fast_mode=name == "gpt_oss")
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CHAINS)
 def test_other_dtypes(name, dtype):
