@@ -79,6 +79,8 @@ def meaning(ops, x, splits=None, probs=None, expert_index=None, expert_weight=No
             x = grouped_linear(x, op.base_layer.weight, op.base_layer.bias, splits) + op.lora_B.scale * update
         elif isinstance(op, fm.GroupedLinear):
             x = grouped_linear(x, op.weight, op.bias, splits)
+        elif isinstance(op, fm.Linear) and splits is not None:  # rows of no expert come out as zeros
+            x = grouped_linear(x, op.weight[None], None if op.bias is None else op.bias[None], splits.sum()[None])
         elif isinstance(op, fm.Linear):
             x = F.linear(x, op.weight, op.bias)
         elif isinstance(op, fm.SquaredReLU):
