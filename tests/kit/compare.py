@@ -62,3 +62,10 @@ def pairwise(*axes):
         missing -= {(i, best[i], j, best[j]) for i, j in places}
         chosen.append(tuple(axis[k] for axis, k in zip(axes, best, strict=True)))
     return chosen
+
+
+def label(case):
+    """The id of a parameter: the name of a function, the text of anything else."""
+    if isinstance(case, tuple):
+        return ", ".join(map(label, case))
+    return getattr(case, "__name__", None) or str(case)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kit import formats as oracles
-from kit.compare import pairwise
+from kit.compare import label, pairwise
 from kit.splits import ends
 
 from fusedmoe.base.errors import InputError
@@ -149,7 +149,7 @@ SHAPES = [(140, 149), (1, 1), (33, 16), (0, 40), (5, 0), (3, 140, 149), (1, 20, 
 @pytest.mark.parametrize(
     ("split", "case", "dtype"),
     pairwise(SPLITS, [*OF_EXPERTS, *((f, -2) for f in SQUARE)], [torch.float32, torch.float16, torch.bfloat16]),
-    ids=str,
+    ids=label,
 )
 def test_rows_of_experts(split, case, dtype):
     (counts, tail), (format, axis) = split, case
@@ -177,7 +177,7 @@ def test_one_matrix_and_stacked_weights(format, axis):
         check(quantize(x, format, axis, offsets=offsets), x, format, axis, offsets)
 
 
-@pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=str)
+@pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=label)
 def test_an_expert_is_alone(format, axis):
     """The rows of others, and those of none, may be what they like."""
     counts, tail = [33, 5, 60, 0, 2], 4
@@ -198,7 +198,7 @@ def test_an_expert_is_alone(format, axis):
         assert torch.equal(after.tensor_scale[2], alone.tensor_scale[0])
 
 
-@pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=str)
+@pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=label)
 def test_tail_rows_are_not_looked_at(format, axis):
     x, offsets = wide(50, 40), ends(20, 0, 17)
     x[37:] = 0

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kit.compare import assert_accurate, pairwise, with_gradients
+from kit.compare import assert_accurate, label, pairwise, with_gradients
 from kit.layers import H, chain, leaf, outcome
 from kit.oracles import exact_copies, grouped_linear, meaning
 from kit.rounding import ROUNDOFF, error_bound, error_of_sums
@@ -71,7 +71,7 @@ def bound(dtype, *lengths, roundings):
 @pytest.mark.parametrize(
     ("which", "layout", "dtype"),
     pairwise(["x", "dy"], [*LAYOUTS, one_row, one_number, sliding_window], DTYPES),
-    ids=lambda v: getattr(v, "__name__", str(v)),
+    ids=label,
 )
 def test_rows_and_their_gradient(which, layout, dtype):
     seq = chain("mlp", 3, dtype)
@@ -82,9 +82,7 @@ def test_rows_and_their_gradient(which, layout, dtype):
     assert_accurate(run(seq, **given), want, bound(dtype, H, H, 3, roundings=8))  # two layers, three rows
 
 
-@pytest.mark.parametrize(
-    ("which", "layout", "dtype"), pairwise([0, 2], LAYOUTS, DTYPES), ids=lambda v: getattr(v, "__name__", str(v))
-)
+@pytest.mark.parametrize(("which", "layout", "dtype"), pairwise([0, 2], LAYOUTS, DTYPES), ids=label)
 def test_weights(which, layout, dtype):
     seq = chain("mlp", 3, dtype)
     x, dy = torch.randn(6, H).to(dtype), torch.randn(6, H).to(dtype)
