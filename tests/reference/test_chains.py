@@ -63,7 +63,9 @@ def test_any_routing(kind, drawn):
     if not expected.requires_grad:  # no slot has an expert
         assert not any(t.any() for t in with_gradients(y, wanted, dy))
         return
-    assert_close(with_gradients(y, wanted, dy), with_gradients(expected, wanted, dy))
+    assert_close(
+        with_gradients(y, wanted, dy), with_gradients(expected, wanted, dy), zeros=True
+    )  # SquaredReLU of one row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
