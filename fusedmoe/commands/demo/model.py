@@ -44,8 +44,8 @@ def rotate(x_BNSH: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> 
 
 def rope_tables(positions: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of `rotate`, each (positions, features)."""
-    frequency = ROPE_BASE ** -(torch.arange(0, features, 2, dtype=torch.float32) / features)
-    angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequency
+    frequency = ROPE_BASE ** -(torch.arange(0, features, 2, dtype=torch.float32, device="cpu") / features)
+    angle = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 

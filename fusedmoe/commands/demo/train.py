@@ -192,7 +192,7 @@ def bits_per_byte(model: ByteTransformer, text: torch.Tensor) -> float:
     same bytes.
     """
     context, device = model.job.context, model.embedding.weight.device
-    starts = torch.arange(0, len(text) - 1, context)
+    starts = torch.arange(0, len(text) - 1, context, dtype=torch.int64, device="cpu")
     whole = starts[starts + context < len(text)]
     groups = [windows(text, group, context) for group in whole.split(max(1, BYTES_AT_A_TIME // context)) if len(group)]
     if len(whole) < len(starts):  # the last window is shorter
