@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.shapes import Shape
-from fusedmoe.kernels.activation import Activation
+from fusedmoe.numerics.activations import Activation
 
 ROW_SCALE, WEIGHT_SCALE = 0.2, 0.02
 

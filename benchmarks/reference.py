@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.problem import Problem
-from fusedmoe.kernels.activation import Activation
+from fusedmoe.numerics.activations import Activation
 
 Outputs = dict[str, Tensor]
 

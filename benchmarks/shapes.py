@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation
+from fusedmoe.numerics.activations import Activation
 
 FILE = Path(__file__).with_name("shapes.toml")
 QUICK = ("qwen3-30b-a3b", "gpt-oss-20b", "sonic-7b-n256")

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Candidate, Case, worst_error
-from benchmarks.fp8.quantize import BLOCK, E4M3, Form, dequantized
+from benchmarks.fp8.quantize import BLOCK, ROWS, WEIGHT, Form, dequantized
 from benchmarks.kernels import ALIGNED_CASES, CASES
 from benchmarks.peers.ours import Ours
 from benchmarks.problem import Problem
 from fusedmoe.commands.timing import Timer, times_of, why_not
-from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.quantize import block_functions
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
@@ -69,7 +68,7 @@ class Operands:
     def rows(self, t: Tensor) -> tuple[Form, ...]:
         """Return rows quantized by rows and by columns."""
         offsets = self.problem.offsets
-        return block_functions.bind_quantize_rows(t, E4M3, offsets, rows=True, columns=True)(t, offsets)
+        return block_functions.bind_quantize_rows(t, ROWS, offsets, rows=True, columns=True)(t, offsets)
 
     def rows_by_expert(self, t: Tensor, format: Format = IN_E4M3) -> Form:
         """Return rows quantized by rows, with one scale per expert."""
@@ -84,7 +83,7 @@ class Operands:
 
     @staticmethod
     def _weight(t: Tensor) -> tuple[Form, ...]:
-        return block_functions.bind_quantize_weight(t, E4M3, rows=True, columns=True)(t)
+        return block_functions.bind_quantize_weight(t, WEIGHT, rows=True, columns=True)(t)
 
 
 @dataclass(frozen=True)
@@ -220,7 +219,7 @@ def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
 def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
     (x, x_scale), (w, w_scale), offsets, activation = o.x[0], o.weight1[0], o.problem.offsets, o.problem.activation
     bind = scaled_products.bind_block_scaled_gemm_activation
-    run = bind(x, w, None, None, activation, True, E4M3 if quantized else None, DEFAULT)
+    run = bind(x, w, None, None, activation, True, ROWS if quantized else None, DEFAULT)
 
     def call() -> tuple[Tensor, ...]:
         return run(x, x_scale, w, w_scale, None, offsets, None)
@@ -249,7 +248,7 @@ def _fc2_dgrad_activation_quantized(o: Operands) -> InFp8:
     problem = o.problem
     (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
     run = scaled_products.bind_block_scaled_gemm_activation_backward_codes(
-        dy, w, p, scale, problem.activation, E4M3, (True, True, True), True, DEFAULT
+        dy, w, p, scale, problem.activation, ROWS, (True, True, True), True, DEFAULT
     )
 
     def call() -> tuple[tuple[Form, ...], Tensor | None]:
@@ -301,7 +300,7 @@ def _fc1_by_expert(o: Operands) -> InFp8:
 def _fc1_activation_by_expert(o: Operands) -> InFp8:
     problem, offsets = o.problem, o.problem.offsets
     operands = *o.rows_by_expert(problem.x), *o.weight_by_expert(problem.weight1, -1)
-    bind, kind = scaled_products.bind_block_scaled_gemm_activation, Fp8ByExpert("e4m3")
+    bind, kind = scaled_products.bind_block_scaled_gemm_activation, IN_E4M3
     x, _, w, _ = operands
     in_bf16 = bind(x, w, None, None, problem.activation, False, None, DEFAULT, by_expert=True)
     amax = amax_by_expert(in_bf16(*operands, None, offsets, None)[0], offsets)

@@ -17,11 +17,11 @@ from benchmarks.ceiling import Ceiling
 from benchmarks.problem import ROW_SCALE, Problem
 from fusedmoe.commands.bench.layer import relative_error
 from fusedmoe.commands.timing import Timer, times_of, why_not
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.numerics.formats import fp8_block
 
 BLOCK = 128
-E4M3 = Fp8()
+ROWS, WEIGHT = fp8_block(), fp8_block(across=BLOCK)
 WRONG = 0.06  # limit of the relative error, in norm; rounding to E4M3 gives about 0.026
 SAMPLED_ROWS = 256
 
@@ -129,7 +129,7 @@ def _of_rows(problem: Problem, form: str, columns: int, gathered: bool) -> _Case
         index = torch.randint(sources, (rows,), device=device, dtype=torch.int32, generator=seeded)
     x = torch.randn(sources, columns, generator=seeded, device=device, dtype=problem.dtype).mul_(ROW_SCALE)
     offsets = problem.offsets
-    run = block_functions.bind_quantize_rows(x, E4M3, offsets, index, rows=by_rows, columns=by_columns)
+    run = block_functions.bind_quantize_rows(x, ROWS, offsets, index, rows=by_rows, columns=by_columns)
 
     def error(forms: tuple[Form, ...]) -> float:
         found = 0.0
@@ -151,7 +151,7 @@ def _of_rows(problem: Problem, form: str, columns: int, gathered: bool) -> _Case
 
 
 def _of_weight(weight: Tensor) -> _Case:
-    run = block_functions.bind_quantize_weight(weight, E4M3, rows=True, columns=True)
+    run = block_functions.bind_quantize_weight(weight, WEIGHT, rows=True, columns=True)
 
     def error(forms: tuple[Form, ...]) -> float:
         expected = weight[0].double()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.cases import Candidate
 from benchmarks.problem import Problem
-from fusedmoe.kernels.activation import Activation
+from fusedmoe.numerics.activations import Activation
 
 EAGER, COMPILED = "torch eager", "torch compiled"
 

@@ -26,6 +26,7 @@ PRESENT_NAMES = {
     "fusedmoe.lora": "fusedmoe.layers.lora",
     "fusedmoe.losses": "fusedmoe.layers.losses",
     "fusedmoe.moe": "fusedmoe.layers.moe",
+    "fusedmoe.ops.squared_relu": "fusedmoe.ops.glu",
     "fusedmoe.plotting": "fusedmoe.layers.plotting",
     "fusedmoe.recipes": "fusedmoe.numerics.recipes",
     "fusedmoe.sequential": "fusedmoe.layers.sequential",

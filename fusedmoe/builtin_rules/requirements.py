@@ -14,18 +14,14 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fusedmoe.fusion.language.rule import Declined, FusionRule, PlanContext, Step, require
-from fusedmoe.kernels.activation import Activation, Kind
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm100 import package
-from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
-from fusedmoe.ops.squared_relu import SquaredReLU
+from fusedmoe.numerics.activations import KINDS, Activation
 
 if TYPE_CHECKING:
-    from fusedmoe.ops.op import Op
+    from fusedmoe.ops.glu import GLU, SquaredReLU
     from fusedmoe.ops.scale import ScaleGrad
-
-_KINDS: dict[type, Kind] = {SwiGLU: "swiglu", ReGLU: "reglu", SquaredReLU: "squared_relu"}
 
 
 class OnSm90:
@@ -128,15 +124,9 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def activation_of(op: Op) -> Activation:
-    """Return the kernels' description of an activation."""
-    if isinstance(op, GeGLU):
-        kind: Kind = "geglu_tanh" if op.approximate == "tanh" else "geglu_erf"
-    else:
-        kind = _KINDS[type(op)]
-    if not isinstance(op, GLU):
-        return Activation(kind)
-    return Activation(kind, op.limit, op.alpha, op.offset, op.interleaved)
+def activation_of(op: GLU | SquaredReLU) -> Activation:
+    """Return an activation as data, for the kernels."""
+    return Activation(op.kind, **{name: getattr(op, name) for name in KINDS[op.kind].options})
 
 
 class ThroughIndex:

@@ -21,7 +21,8 @@ from fusedmoe.fusion.language.rule import FusionError
 from fusedmoe.fusion.report.data import format_bytes, hints
 from fusedmoe.integrations import transformers as ours
 from fusedmoe.layers.explain_model import explain
-from fusedmoe.layers.moe import ACTIVATIONS, MoE
+from fusedmoe.layers.moe import MoE
+from fusedmoe.ops.glu import ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -21,14 +21,13 @@ from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.layers.sequential import Sequential, explain_call, kernel_options
 from fusedmoe.numerics.expert_rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
-from fusedmoe.ops.glu import GLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import ACTIVATIONS, GLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
 from fusedmoe.ops.op import Op, Runnable
 from fusedmoe.ops.router import MoEStats as MoEStats
 from fusedmoe.ops.router import Router, stats_of
 from fusedmoe.ops.router import Routing as Routing
 from fusedmoe.ops.scale import Scale
-from fusedmoe.ops.squared_relu import SquaredReLU
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,9 +36,6 @@ if TYPE_CHECKING:
     from fusedmoe.base.checks import Check
     from fusedmoe.fusion.report.data import Explanation
     from fusedmoe.kernels.options import KernelOptions, Schedule
-
-ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
-"""The activations that `MoE` accepts by name."""
 
 _MOE: Mapping[str, Check] = {
     "intermediate": POSITIVE_INTEGER,

@@ -1,7 +1,7 @@
 """The ops: small modules, each defined by a few lines of plain PyTorch. One file per family."""
 
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
-from fusedmoe.ops.glu import DGLU, GLU, DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import DGLU, GLU, DGeGLU, DReGLU, DSquaredReLU, DSwiGLU, GeGLU, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.grouped_linear import (
     BiasGrad,
     Dgrad,
@@ -19,7 +19,6 @@ from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike, TensorSp
 from fusedmoe.ops.quantize import Quantize, QuantizeColumns, QuantizeGrad
 from fusedmoe.ops.router import DRouter, Router, RouterBiasGrad, RouterLogitsGrad, RouterWeightGrad
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 from fusedmoe.ops.state.weight_cache import clear_weight_cache, weight_cache_bytes
 
 __all__ = [

@@ -1,17 +1,19 @@
-"""Gated linear units and their derivative.
+"""Activations and their derivatives: gated linear units, and the squared ReLU.
 
-Let g be the gate half and u the up half of a row, ``gc = min(g, limit)`` and ``uc = clamp(u, -limit, limit)``::
+Of a gated linear unit, let g be the gate half and u the up half of a row, ``gc = min(g, limit)`` and
+``uc = clamp(u, -limit, limit)``::
 
     y = phi(gc) * (uc + offset)
 
 Axes: I intermediate features; rows are (..., 2 I), their halves (..., I).
 
-Sources: Shazeer, "GLU Variants Improve Transformer"; GPT-OSS and DeepSeek-V4 for the clamp, alpha and offset.
+Sources: Shazeer, "GLU Variants Improve Transformer"; GPT-OSS and DeepSeek-V4 for the clamp, alpha and offset; So et
+al., "Primer", for the squared ReLU.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,7 @@ _threshold_backward = torch.ops.aten.threshold_backward.default
 class GLU(Op):
     """The base class: a subclass defines the nonlinearity `phi`, with slope ``alpha``, and its derivative `dphi`."""
 
+    kind: ClassVar[str]  # of `fusedmoe.numerics.activations.KINDS`, if the kernels have the activation
     launches = 5
     _checks: ClassVar[Mapping[str, Check]] = {
         "limit": POSITIVE.or_none(),
@@ -154,6 +157,8 @@ class SwiGLU(GLU):
     - Transformer Engine's ScaledClampedQGeGLU: ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
     """
 
+    kind = "swiglu"
+
     def phi(self, g: Tensor) -> Tensor:
         return F.silu(g) if self.alpha == 1 else g * torch.sigmoid(self.alpha * g)
 
@@ -187,6 +192,10 @@ class GeGLU(GLU):
         super().__init__(limit, alpha, offset, interleaved)
         self.approximate = approximate
 
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        return "geglu_tanh" if self.approximate == "tanh" else "geglu_erf"
+
     def phi(self, g: Tensor) -> Tensor:
         return F.gelu(self.alpha * g, approximate=self.approximate) / self.alpha
 
@@ -199,6 +208,8 @@ class ReGLU(GLU):
 
     The derivative of ``max(g, 0)`` at 0 is 0, as in torch.
     """
+
+    kind = "reglu"
 
     def phi(self, g: Tensor) -> Tensor:
         return torch.relu(g)
@@ -221,3 +232,42 @@ class DReGLU(DGLU):
 
 # one derivative class per activation, so that a rule can match only those that it supports
 _DERIVATIVES: dict[type[GLU], type[DGLU]] = {SwiGLU: DSwiGLU, GeGLU: DGeGLU, ReGLU: DReGLU}
+
+
+class SquaredReLU(Op):
+    """``y = max(x, 0)^2``, elementwise; the arithmetic is fp32 (fp64 for fp64), the result has x's dtype.
+
+    It is the activation of Nemotron.
+    """
+
+    kind: ClassVar[str] = "squared_relu"
+    launches = 3
+    parts = 1
+
+    def infer(self, x: SpecLike) -> TensorSpec:
+        self.check_floats("x", x.dtype)
+        return TensorSpec(tuple(x.shape), x.dtype)
+
+    def compute(self, x: Tensor) -> Tensor:
+        return torch.relu(exact(x)).square().to(x.dtype)
+
+    def backward_ops(self) -> tuple[BackwardOp, ...]:
+        return (DSquaredReLU(self),)
+
+
+class DSquaredReLU(BackwardOp):
+    """``dx = 2 * max(x, 0) * dy``."""
+
+    launches = 4
+    op: SquaredReLU
+
+    def compute(self, grad_output: Tensor, x: Tensor) -> Tensor:
+        return (2 * torch.relu(exact(x)) * exact(grad_output)).to(x.dtype)
+
+
+FusedActivation: TypeAlias = SwiGLU | GeGLU | ReGLU | SquaredReLU
+"""The activations that the kernels have: the slot of a rule."""
+FusedDerivative: TypeAlias = DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+"""Their derivatives."""
+ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
+"""The activations that `MoE` and the commands accept by name."""

@@ -6,8 +6,8 @@ from hopper import needs_hopper
 from poison import nan_in_new_tensors
 
 import fusedmoe as fm
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.rows.activation.functions import bind_activation, bind_activation_backward
+from fusedmoe.numerics.activations import Activation
 
 pytestmark = needs_hopper
 

@@ -19,11 +19,10 @@ from test_async import capture
 from test_sm90_kernels import ACTIVATIONS, act, offsets_of, padded, product, scaled
 from torch import Tensor
 
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import scaled_products as functions
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS
-from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
+from fusedmoe.numerics.formats import E4M3, E5M2, ScaleRule, fp8_block, quantize
 from fusedmoe.numerics.formats.groups import group_of
 
 pytestmark = needs_hopper
@@ -37,10 +36,10 @@ SPLITS, TAIL = (130, 0, 61, 1, 2, 27), 21  # experts begin at rows 130, 191 and 
 N, K = 400, 272  # tiles of 128, of 256 and a bit; blocks of 128 and a bit
 GATED = ("swiglu", "clamped", "geglu_tanh", "geglu_erf", "reglu")
 FORMATS = {
-    "e4m3": Fp8(),
-    "e5m2": Fp8("e5m2"),
-    "fp32 scales": Fp8(power_of_two=False),
-    "e5m2, fp32 scales": Fp8("e5m2", power_of_two=False),
+    "e4m3": fp8_block(),
+    "e5m2": fp8_block(E5M2),
+    "fp32 scales": fp8_block(power_of_two=False),
+    "e5m2, fp32 scales": fp8_block(E5M2, power_of_two=False),
 }
 
 
@@ -56,7 +55,7 @@ def built(build_ahead):
     from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
 
     kernels = [BlockScaledRaggedM(d, c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
-    of_format = [None, *(RowCodes(f.element, f.power_of_two) for f in FORMATS.values())]
+    of_format = [None, *(RowCodes(f.element.name, f.rule is ScaleRule.POWER_OF_TWO) for f in FORMATS.values())]
     for name, keep, codes in itertools.product((*GATED, "squared_relu"), (True, False), of_format[:2]):
         a = ACTIVATIONS[name]
         epilogue = activation(a.kind, clamped=a.limit is not None, keep=keep, result=codes)
@@ -442,23 +441,19 @@ def test_squared_relu(keep, tiles):
 # ----------------------------------------------------------------------------------------------------- codes of results
 
 
-def format_of(fp8):
-    return fp8_block({"e4m3": E4M3, "e5m2": E5M2}[fp8.element], 1, fp8.power_of_two)
-
-
 def bits(t):
     return t.contiguous().view(torch.uint8 if t.element_size() == 1 else torch.int32)
 
 
-def check_codes(x, w, splits, a, fp8=FORMATS["e4m3"], keep=True, bias=None, row_scale=None):
+def check_codes(x, w, splits, a, format=FORMATS["e4m3"], keep=True, bias=None, row_scale=None):
     """Codes and scales are those of the result in bf16, which is returned."""
     offsets = offsets_of(splits)
     operands = x.codes, x.scale, w.codes, w.scale, offsets, a
     given = {"bias": bias, "row_scale": row_scale, "keep_preactivation": keep}
     with nan_in_new_tensors():
         y, *p = functions.block_scaled_gemm_activation(*operands, **given)
-        codes, scale, *kept = functions.block_scaled_gemm_activation(*operands, **given, quantized=fp8)
-    want = quantize(y, format_of(fp8), -1, offsets=offsets)
+        codes, scale, *kept = functions.block_scaled_gemm_activation(*operands, **given, quantized=format)
+    want = quantize(y, format, -1, offsets=offsets)
     assert codes.dtype is want.data.dtype
     assert torch.equal(bits(codes), bits(want.data))
     assert scale.shape == want.scale.shape
@@ -620,7 +615,7 @@ def test_results_end_where_their_tensor_ends(tiles, monkeypatch):
     activation(splits, tail, 384, 144).check()
     x, w = rows(splits, tail, 144), weights(splits, 272, 144)
     functions.block_scaled_gemm_activation(
-        x.codes, x.scale, w.codes, w.scale, offsets_of(splits), ACTIVATIONS["squared_relu"], quantized=Fp8()
+        x.codes, x.scale, w.codes, w.scale, offsets_of(splits), ACTIVATIONS["squared_relu"], quantized=fp8_block()
     )
     assert len(made) == 8  # the last one has the scales
     for around in made:
@@ -639,6 +634,7 @@ def check_derivative_codes(
 ):  # fmt: skip
     """Codes and scales are those of the results in bf16, which are returned. ``n`` is I, ``k`` is H."""
     a, offsets = ACTIVATIONS[kind], offsets_of(splits)
+    of_grad, of_output = FORMATS[element], FORMATS["e4m3"]
     dy, w = rows(splits, tail, k), weights(splits, n, k)
     if p is None:
         p = torch.randn(sum(splits) + tail, 2 * n if a.gated else n, device=DEVICE).to(BF16)
@@ -649,12 +645,11 @@ def check_derivative_codes(
         dy.codes, w.codes, p, row_scale, a, True, gradient, options
     )
     in_codes = functions.bind_block_scaled_gemm_activation_backward_codes(
-        dy.codes, w.codes, p, row_scale, a, Fp8(element), forms, gradient, options
+        dy.codes, w.codes, p, row_scale, a, of_grad, forms, gradient, options
     )
     with nan_in_new_tensors():
         grad, y, grad_scale = bound(*operands)
         written, grad_scale_again = in_codes(*operands)
-    of_grad, of_output = format_of(Fp8(element)), format_of(Fp8())
     each = zip(forms, ((grad, of_grad, -1), (grad, of_grad, -2), (y, of_output, -2)), strict=True)
     for (codes, stored), (t, format, axis) in zip(written, [what for wanted, what in each if wanted], strict=True):
         want = quantize(t, format, axis, offsets=offsets)
@@ -735,7 +730,7 @@ def test_codes_of_a_derivative_end_where_their_tensors_end(tiles, monkeypatch):
     splits, n = (130, 61), 384
     dy, w, p = rows(splits, 5, 48), weights(splits, n, 48), torch.randn(196, 2 * n, device=DEVICE).to(BF16)
     run = functions.bind_block_scaled_gemm_activation_backward_codes(
-        dy.codes, w.codes, p, None, ACTIVATIONS["swiglu"], Fp8(), ALL_FORMS, False, DEFAULT
+        dy.codes, w.codes, p, None, ACTIVATIONS["swiglu"], fp8_block(), ALL_FORMS, False, DEFAULT
     )
     new_empty = Tensor.new_empty
     monkeypatch.setattr(
@@ -801,7 +796,9 @@ def test_full_size_activation_and_derivative(tiles):
     with nan_in_new_tensors():
         operands = *x, *w, offsets, a
         y, p = functions.block_scaled_gemm_activation(*operands, row_scale=scale)
-        codes, of_codes, again = functions.block_scaled_gemm_activation(*operands, row_scale=scale, quantized=Fp8())
+        codes, of_codes, again = functions.block_scaled_gemm_activation(
+            *operands, row_scale=scale, quantized=fp8_block()
+        )
     assert torch.equal(p, again)
     assert not p[sum(splits) :].any()
     want = quantize(y, fp8_block(), -1, offsets=offsets)

@@ -13,7 +13,6 @@ from hopper import DEVICE, needs_hopper
 from poison import nan_in_new_tensors
 from test_sm90_kernels import ACTIVATIONS, offsets_of, padded, product
 
-from fusedmoe.kernels.fp8 import Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
 from fusedmoe.kernels.sm90.products import bind_transpose_rows
@@ -137,12 +136,12 @@ def test_of_quantized_tensors(power_of_two, tiles):
 def check_codes(x, w, splits, a, element="e4m3", keep=True, bias=None, row_scale=None, encode=None):
     """Codes and amax are those of the result in bf16, which is returned; the form by columns has the same codes."""
     offsets = offsets_of(splits)
-    rows, quantized = x.codes.shape[0], Fp8ByExpert(element)
+    rows, format = x.codes.shape[0], fp8_tensor({"e4m3": E4M3, "e5m2": E5M2}[element])
     bound = [
         scaled_products.bind_block_scaled_gemm_activation(
             x.codes, w.codes, bias, row_scale, a, keep, result, DEFAULT, by_expert=True
         )
-        for result in (None, quantized)
+        for result in (None, format)
     ]
     operands = x.codes, x.scale, w.codes, w.scale, bias, offsets, row_scale
     amax = torch.zeros(len(splits), device=DEVICE)
@@ -152,7 +151,6 @@ def check_codes(x, w, splits, a, element="e4m3", keep=True, bias=None, row_scale
         y, *p = bound[0](*operands)
         codes, *kept = bound[1](*operands, encode, amax)
         columns = bind_transpose_rows(codes, offsets)(codes, offsets)
-    format = fp8_tensor({"e4m3": E4M3, "e5m2": E5M2}[element])
     for axis, got in ((-1, codes), (-2, columns)):
         want = quantize(y, format, axis, offsets=offsets, encode=encode).data
         assert got.shape == want.shape

@@ -17,10 +17,10 @@ from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, PP_128, PP_192
+from fusedmoe.numerics.activations import Activation
 
 pytestmark = needs_hopper
 
@@ -61,7 +61,7 @@ def kernels():
         what = {"clamped": a.limit is not None, "interleaved": a.interleaved, "keep": True}
         wanted.append(("bf16", PP_192, "k", activation(a.kind, **what)))
         if name in DERIVATIVES:
-            config = PP_128 if products.heavy(a) else PP_192
+            config = PP_128 if a.heavy else PP_192
             wanted.append(("bf16", config, "n", derivative(a.kind, **what, row_scale=True)))
     return [
         RaggedM(dtype, config, b_major=major, epilogue=epilogue, gather=gather)
@@ -216,7 +216,7 @@ def test_gate_and_up_side_by_side_with_unit_stride_along_n(tiles):
 
 @pytest.mark.parametrize("kind", DERIVATIVES)
 def test_derivative(kind, tiles):
-    tiles(PP_128 if products.heavy(ACTIVATIONS[kind]) else PP_192)
+    tiles(PP_128 if ACTIVATIONS[kind].heavy else PP_192)
     derivative(a=ACTIVATIONS[kind]).check()
 
 

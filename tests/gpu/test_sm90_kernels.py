@@ -18,11 +18,11 @@ from poison import nan_in_new_tensors
 from test_async import capture
 from torch import Tensor
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import launch, products
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_128, PP_192
+from fusedmoe.numerics.activations import Activation
 
 pytestmark = needs_hopper
 
@@ -94,7 +94,7 @@ def seed():
 
 def training_tiles(activation):
     """Tiles that kernels with this activation's derivative are shipped with."""
-    return PP_128 if products.heavy(activation) else PP_192
+    return PP_128 if activation.heavy else PP_192
 
 
 def test_new_tensors_are_full_of_nan(device):

@@ -1,13 +1,13 @@
 """The quantize kernels for Hopper: codes and scales have the bits of `fusedmoe.quantize`, for any splits and values."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hopper import needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.rows.quantize.block_functions import (
     TOKEN_READERS,
     bind_quantize_rows,
@@ -22,11 +22,11 @@ pytestmark = needs_hopper
 
 BF16, FP16 = torch.bfloat16, torch.float16
 FORMATS = {
-    "e4m3": Fp8(),
-    "e5m2": Fp8("e5m2"),
-    "fp32 scales": Fp8(power_of_two=False),
-    "epsilon": Fp8(amax_epsilon=0.3),
-    "fp32 scales, epsilon": Fp8("e5m2", False, 1e-12),
+    "e4m3": fp8_block(),
+    "e5m2": fp8_block(E5M2),
+    "fp32 scales": fp8_block(power_of_two=False),
+    "epsilon": fp8_block(amax_epsilon=0.3),
+    "fp32 scales, epsilon": fp8_block(E5M2, power_of_two=False, amax_epsilon=1e-12),
 }
 FORMS = {"rows": (True, False), "columns": (False, True), "both": (True, True)}
 SPLITS = {
@@ -39,8 +39,8 @@ SPLITS = {
 }
 
 
-def format_of(fp8, across=1):
-    return fp8_block({"e4m3": E4M3, "e5m2": E5M2}[fp8.element], across, fp8.power_of_two, fp8.amax_epsilon)
+def of_weights(format):
+    return replace(format, block=(128, 128))
 
 
 def values(rows, columns, dtype, device, seed=0, pitch=0):
@@ -90,12 +90,12 @@ def check(found, wanted):
         assert scale.data_ptr() % 16 == codes.data_ptr() % 16 == codes.stride(-2) % 16 == 0
 
 
-def check_rows(x, fp8, offsets, form, index=None):
+def check_rows(x, format, offsets, form, index=None):
     rows, columns = FORMS[form]
     with nan_in_new_tensors():
-        found = bind_quantize_rows(x, fp8, offsets, index, rows=rows, columns=columns)(x, offsets, index)
+        found = bind_quantize_rows(x, format, offsets, index, rows=rows, columns=columns)(x, offsets, index)
     source = x if index is None else x[index]
-    wanted = [quantize(source, format_of(fp8), axis, offsets=offsets) for axis in (-1, -2)[1 - rows : 1 + columns]]
+    wanted = [quantize(source, format, axis, offsets=offsets) for axis in (-1, -2)[1 - rows : 1 + columns]]
     check(found, wanted)
     return found
 
@@ -149,8 +149,8 @@ def test_blocks_without_a_finite_value(device, format, dtype, form):
 def test_blocks_of_weights_without_a_finite_value(device, format, dtype):
     weight = torch.randn(2, 256, 272, device=device).to(dtype)
     weight[0, :128, :128], weight[0, 128:, 128:256], weight[1, :, :128] = torch.inf, -torch.inf, torch.nan
-    found = bind_quantize_weight(weight, FORMATS[format], columns=True)(weight)
-    check(found, [quantize(weight, format_of(FORMATS[format], 128), axis) for axis in (-1, -2)])
+    found = bind_quantize_weight(weight, of_weights(FORMATS[format]), columns=True)(weight)
+    check(found, [quantize(weight, of_weights(FORMATS[format]), axis) for axis in (-1, -2)])
     assert all(scale.isfinite().all() for _, scale in found)
 
 
@@ -183,7 +183,7 @@ def test_codes_of_tokens_are_copied(device, kind, columns):
     with nan_in_new_tensors():
         run = bind_quantize_rows(tokens, FORMATS["e4m3"], offsets, index)
         found = run(tokens, offsets, index)
-    check(found, [quantize(rows, format_of(FORMATS["e4m3"]), -1, offsets=offsets)])
+    check(found, [quantize(rows, FORMATS["e4m3"], -1, offsets=offsets)])
     assert used == 0 or bits(found[0][0]).any()
 
 
@@ -198,7 +198,7 @@ def test_random_splits(device, seed):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
 def test_every_exponent_of_the_largest_magnitude(device, element, dtype):
     """A block for each exponent, with mantissas around that of the largest code; a wrong rounding changes the scale."""
     x = torch.zeros(256, 128, dtype=dtype, device=device)
@@ -208,8 +208,8 @@ def test_every_exponent_of_the_largest_magnitude(device, element, dtype):
         exponent, step = i % exponents, (i // exponents) % 5 - 2
         x.view(torch.int16)[i, 5] = min(exponent, exponents - 2) * mantissas + near + step
     assert x.isfinite().all()
-    check_rows(x, Fp8(element), None, "both")
-    check_rows(x, Fp8(element, power_of_two=False), None, "both")
+    check_rows(x, fp8_block(element), None, "both")
+    check_rows(x, fp8_block(element, power_of_two=False), None, "both")
 
 
 # ---------------------------------------------------------------------------------------------------------- weights
@@ -240,11 +240,11 @@ def weight_like(shape, dtype, device, transposed=False):
     return weight if stack else weight[0]
 
 
-def check_weight(weight, fp8, form):
-    rows, columns = FORMS[form]
+def check_weight(weight, format, form):
+    (rows, columns), format = FORMS[form], of_weights(format)
     with nan_in_new_tensors():
-        found = bind_quantize_weight(weight, fp8, rows=rows, columns=columns)(weight)
-    check(found, [quantize(weight, format_of(fp8, 128), axis) for axis in (-1, -2)[1 - rows : 1 + columns]])
+        found = bind_quantize_weight(weight, format, rows=rows, columns=columns)(weight)
+    check(found, [quantize(weight, format, axis) for axis in (-1, -2)[1 - rows : 1 + columns]])
     for codes, scale in found:
         assert bits(codes).any()
         assert scale.dim() < 3 or scale.stride(0) == scale.shape[2] * scale.stride(2)
@@ -282,7 +282,7 @@ def test_more_than_two_to_the_31_elements(device):
     x = torch.ones(rows, columns, dtype=BF16, device=device)
     x[-1] = 3
     offsets = offsets_of([3, rows - 3], device)
-    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, Fp8(), offsets, columns=True)(x, offsets)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, fp8_block(), offsets, columns=True)(x, offsets)
     assert (scale[:-1] == 2.0**-8).all()
     assert (scale[-1] == 2.0**-7).all()
     assert (codes.view(torch.uint8)[:-1] == 0x78).all()  # 256
@@ -298,7 +298,7 @@ def test_more_than_two_to_the_31_elements(device):
 def test_a_graph_follows_the_splits(device):
     x = torch.randn(400, 256, device=device).to(BF16)
     offsets = offsets_of([5, 0, 300, 7], device)
-    run = bind_quantize_rows(x, Fp8(), offsets, columns=True)
+    run = bind_quantize_rows(x, fp8_block(), offsets, columns=True)
     run(x, offsets)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -306,15 +306,18 @@ def test_a_graph_follows_the_splits(device):
     for splits in ([5, 0, 300, 7], [0, 0, 0, 0], [400, 0, 0, 0], [0, 1, 0, 390]):
         offsets.copy_(offsets_of(splits, device))
         graph.replay()
-        check(found, [quantize(x, format_of(Fp8()), axis, offsets=offsets) for axis in (-1, -2)])
+        check(found, [quantize(x, fp8_block(), axis, offsets=offsets) for axis in (-1, -2)])
 
 
 @needs_gpu
 def test_nothing_waits_for_the_device(device, no_sync):
     x, offsets = torch.randn(400, 256, device=device).to(BF16), offsets_of([5, 0, 300, 7], device)
     weight = torch.randn(2, 256, 128, device=device).to(BF16)
-    rows, both = bind_quantize_rows(x, Fp8(), offsets, columns=True), bind_quantize_weight(weight, Fp8(), columns=True)
+    rows, both = (
+        bind_quantize_rows(x, fp8_block(), offsets, columns=True),
+        bind_quantize_weight(weight, fp8_block(across=128), columns=True),
+    )
     with no_sync():
         found, of_weight = rows(x, offsets), both(weight)
-    check(found, [quantize(x, format_of(Fp8()), axis, offsets=offsets) for axis in (-1, -2)])
-    check(of_weight, [quantize(weight, format_of(Fp8(), 128), axis) for axis in (-1, -2)])
+    check(found, [quantize(x, fp8_block(), axis, offsets=offsets) for axis in (-1, -2)])
+    check(of_weight, [quantize(weight, fp8_block(across=128), axis) for axis in (-1, -2)])

@@ -9,7 +9,7 @@ from poison import nan_in_new_tensors
 from test_sm90_quantize import BF16, FP16, bits, offsets_of, values, weight_like
 
 import fusedmoe as fm
-from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms, narrow_of
+from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms
 from fusedmoe.kernels.rows.quantize.format_functions import bind_dequantize, bind_magnitudes
 from fusedmoe.numerics.formats import (
     E5M2,
@@ -238,7 +238,7 @@ def test_dequantized_weights(device, which):
 
 def check_values(t, transposed=False):
     with nan_in_new_tensors():
-        found = bind_dequantize(t.data, t.scale, narrow_of(t.format), transposed=transposed)(t.data, t.scale)
+        found = bind_dequantize(t.data, t.scale, t.format, transposed=transposed)(t.data, t.scale)
     wanted, _ = t.split(BF16)
     wanted = wanted.mT if transposed else wanted
     assert found.shape == wanted.shape

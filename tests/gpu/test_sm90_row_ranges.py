@@ -10,9 +10,9 @@ import torch
 from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.sm90 import products
+from fusedmoe.numerics.activations import Activation
 
 pytestmark = needs_hopper
 

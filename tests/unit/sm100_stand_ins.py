@@ -9,8 +9,7 @@ from fusedmoe.numerics.formats.casts import from_codes, unpack
 from fusedmoe.numerics.formats.format import E2M1
 from fusedmoe.numerics.formats.packed import Packed, deinterleave, interleave, quantize_packed
 from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
-from fusedmoe.ops.glu import SwiGLU
-from fusedmoe.ops.squared_relu import SquaredReLU
+from fusedmoe.ops.glu import SquaredReLU, SwiGLU
 
 BF16 = torch.bfloat16
 

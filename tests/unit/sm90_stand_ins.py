@@ -9,18 +9,15 @@ from itertools import pairwise
 
 import torch
 
-from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.rows.quantize.block_functions import scale_like
 from fusedmoe.kernels.sm90 import limits, scaled_products
 from fusedmoe.kernels.sm90 import router as router_functions
 from fusedmoe.kernels.sm90.router import LogitsGrad, Routed
+from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
 from fusedmoe.numerics.expert_rows import sort_by_expert
 from fusedmoe.numerics.formats import (
-    E2M1,
-    E4M3,
     E5M2,
     Delayed,
     QuantizedTensor,
@@ -28,8 +25,6 @@ from fusedmoe.numerics.formats import (
     ScaleRule,
     fp8_block,
     fp8_tensor,
-    mxfp8,
-    nvfp4,
     quantize,
     quantizers,
 )
@@ -37,9 +32,8 @@ from fusedmoe.numerics.formats.casts import to_codes
 from fusedmoe.numerics.formats.delayed import AmaxHistory
 from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.numerics.formats.hadamard import rotate
-from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import GeGLU, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.router import Router
-from fusedmoe.ops.squared_relu import SquaredReLU
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
@@ -498,7 +492,7 @@ def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, column
         calls.append(("quantize_rows", {"rows": rows, "columns": columns}))
         x = _gathered("quantize_rows", x, index)
         _matrix(x)
-        return _forms([quantize(x, _blocks_of(format, 1), axis, offsets=offsets) for axis in _axes(rows, columns)])
+        return _forms([quantize(x, format, axis, offsets=offsets) for axis in _axes(rows, columns)])
 
     return Bound(run, *_some(x, offsets, index))
 
@@ -507,7 +501,7 @@ def bind_quantize_weight(weight, format, *, rows=True, columns=False):
     def run(weight):
         calls.append(("quantize_weight", {"rows": rows, "columns": columns}))
         _matrix(weight, transposed=True)
-        return _forms([quantize(weight, _blocks_of(format, 128), axis) for axis in _axes(rows, columns)])
+        return _forms([quantize(weight, format, axis) for axis in _axes(rows, columns)])
 
     return Bound(run, weight)
 
@@ -520,11 +514,6 @@ def bind_transpose_codes(codes, scale):
         return codes.mT.contiguous(), stored.copy_(scale.mT)
 
     return Bound(run, codes, scale)
-
-
-def _blocks_of(format, across):
-    element = {"e4m3": E4M3, "e5m2": E5M2}[format.element]
-    return fp8_block(element, across, format.power_of_two, format.amax_epsilon)
 
 
 def _axes(rows, columns):
@@ -575,14 +564,14 @@ def bind_quantize_format(
             largest.copy_(quantizers.amax_by_expert(x, offsets))
         forms = []
         for i, axis in enumerate(_axes(rows, columns)):
-            if format.rule == "given":
+            if format.block == (1, None):
                 forms.append((_scaled_by(x, axis, offsets, factors[i], format), None))
                 continue
-            if format.rule == "given by expert":
-                form = quantize(x, _format_of(format), axis, offsets=offsets, encode=factors[i])
+            if format.block == (None, None):
+                form = quantize(x, format, axis, offsets=offsets, encode=factors[i])
                 forms.append((form.data.view(torch.uint8), None))
                 continue
-            quantizer = Quantizer(_format_of(format), stochastic, rotated)
+            quantizer = Quantizer(format, stochastic, rotated)
             form = quantize(x, quantizer, axis, offsets=offsets, random_bits=random[i] if random else None)
             if factors:
                 assert torch.equal(1 / factors[i], form.tensor_scale)
@@ -601,15 +590,7 @@ def _scaled_by(x, axis, offsets, factor, format):
         factor = of_group(factor.mT, experts.padded.expert_of_padded())
     else:
         factor = factor.view(*values.shape[:-1], 1)
-    return to_codes(values * factor, _format_of(format).element).view(torch.uint8)
-
-
-def _format_of(narrow):
-    element = {"e4m3": E4M3, "e5m2": E5M2, "e2m1": E2M1}[narrow.element]
-    if narrow.given:
-        return fp8_tensor(element)
-    across = narrow.block if narrow.square else 1
-    return nvfp4(across) if element is E2M1 else mxfp8(element, across, ScaleRule(narrow.rule))
+    return to_codes(values * factor, format.element).view(torch.uint8)
 
 
 def bind_transpose_rows(codes, offsets):
@@ -641,7 +622,7 @@ def bind_update_amax_history(most, least, *, power_of_two, most_recent):
 def bind_dequantize(codes, scale, format, *, transposed=False):
     def run(codes, scale):
         calls.append(("dequantize", {"transposed": transposed}))
-        values, _ = QuantizedTensor(codes, scale, _format_of(format), -1, codes.shape, BF16, scale).split(BF16)
+        values, _ = QuantizedTensor(codes, scale, format, -1, codes.shape, BF16, scale).split(BF16)
         return values.mT.contiguous() if transposed else values
 
     return Bound(run, codes)
@@ -693,13 +674,12 @@ def bind_block_scaled_gemm_activation(
         p = _fp8_product(x, x_scale, weight, weight_scale, offsets, bias).to(BF16)
         y = _scaled(_op(activation).compute(p.float()), row_scale, offsets).to(BF16)
         written = (y,)
-        if isinstance(quantized, Fp8ByExpert):
-            format = fp8_tensor({"e4m3": E4M3, "e5m2": E5M2}[quantized.element])
-            form = quantize(y, format, -1, offsets=offsets, encode=encode)
+        if quantized is not None and quantized.block[1] is None:
+            form = quantize(y, quantized, -1, offsets=offsets, encode=encode)
             amax.copy_(quantizers.amax_by_expert(y, offsets))
             written = (form.data,)
         elif quantized is not None:
-            (written,) = _forms([quantize(y, _blocks_of(quantized, 1), -1, offsets=offsets)])
+            (written,) = _forms([quantize(y, quantized, -1, offsets=offsets)])
         return (*written, p) if keep_preactivation else written
 
     return Bound(run, x, weight, bias, row_scale)
@@ -733,7 +713,7 @@ def bind_block_scaled_gemm_activation_backward_codes(
 ):
     assert weight.shape[1] % 128 == 0
     assert not activation.interleaved
-    assert quantized.power_of_two
+    assert quantized.rule is ScaleRule.POWER_OF_TWO
     assert not quantized.amax_epsilon
     in_bf16 = bind_block_scaled_gemm_activation_backward(
         grad_output, weight, preactivation, row_scale, activation, True, want_row_scale_grad, options
@@ -746,8 +726,8 @@ def bind_block_scaled_gemm_activation_backward_codes(
             "block_scaled_gemm_activation_backward_codes", options, codes=grad_output.dtype, quantized=quantized,
             forms=forms, want_row_scale_grad=want_row_scale_grad,
         )  # fmt: skip
-        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, Fp8()), strict=True)
-        written = [quantize(t, _blocks_of(fp8, 1), axis, offsets=offsets) for wanted, t, axis, fp8 in each if wanted]
+        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
+        written = [quantize(t, format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
         return _forms(written), ds
 
     return Bound(run, grad_output, weight, preactivation, row_scale)

@@ -16,8 +16,8 @@ from fusedmoe.commands.bench import layer, measure
 from fusedmoe.commands.bench.layer import Peer, Reference, Sizes, Work
 from fusedmoe.commands.main import main
 from fusedmoe.commands.timing import CallTime
-from fusedmoe.layers.moe import ACTIVATIONS
 from fusedmoe.numerics.recipes import resolve
+from fusedmoe.ops.glu import ACTIVATIONS
 
 CPU = torch.device("cpu")
 SIZES = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}

@@ -25,7 +25,6 @@ from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
 from fusedmoe.commands.demo.options import job_of
 from fusedmoe.commands.timing import CallTime
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.rows.quantize import block_functions
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
 from fusedmoe.numerics import formats
@@ -85,7 +84,7 @@ def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, opt
         y = reference.glu(p.float(), activation).bfloat16()
         if quantized is None:
             return (y, p) if keep else (y,)
-        if isinstance(quantized, Fp8ByExpert):
+        if quantized.block[1] is None:
             encode, amax = encode_and_amax
             assert torch.equal(amax, formats.amax_by_expert(y, offsets))
             return formats.quantize(y, formats.fp8_tensor(), offsets=offsets, encode=encode).data, p
@@ -114,7 +113,7 @@ def bind_backward_codes(dy, weight, p, row_scale, activation, quantized, forms, 
         grad, y, grad_scale = values(dy, dy_scale, weight, weight_scale, offsets, p, scale)
         assert forms == (True, True, True)
         of_grad = sm90_stand_ins.bind_quantize_rows(grad, quantized, offsets, columns=True)(grad, offsets)
-        again = sm90_stand_ins.bind_quantize_rows(y, Fp8(), offsets, rows=False, columns=True)(y, offsets)
+        again = sm90_stand_ins.bind_quantize_rows(y, formats.fp8_block(), offsets, rows=False, columns=True)(y, offsets)
         return (*of_grad, *again), grad_scale
 
     return call

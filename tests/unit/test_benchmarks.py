@@ -39,9 +39,9 @@ from benchmarks.peers.quack import Quack, concatenated, deinterleave, interleave
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
 from fusedmoe.commands.timing import CallTime
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.sm90.tiles import tuning
 from fusedmoe.kernels.sm90.tiles.choice import CO_256
+from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.recipes import RECIPES
 from fusedmoe.ops import SwiGLU
 

@@ -13,12 +13,13 @@ from test_sm100_quantize_compile import instructions, on_each_architecture, star
 
 from fusedmoe.kernels.rows.quantize.blocks import STRIP
 from fusedmoe.kernels.sm100 import quantize_nvfp4
-from fusedmoe.kernels.sm100.quantize_functions import NVFP4, PACKING, SCALES, bind_quantize_packed_nvfp4
+from fusedmoe.kernels.sm100.quantize_functions import PACKING, SCALES, bind_quantize_packed_nvfp4
 from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
+from fusedmoe.numerics.formats import nvfp4
 from fusedmoe.numerics.formats.groups import PACKED_ROWS
 
 KERNELS = [
-    QuantizePackedFormat("bf16", True, gathered, rotated, NVFP4, rows, columns, stochastic, halves=halves)
+    QuantizePackedFormat("bf16", True, gathered, rotated, nvfp4(), rows, columns, stochastic, halves=halves)
     for gathered, rotated, rows, columns, stochastic, halves in (
         (False, False, True, False, False, False), (True, True, True, True, False, False),
         (False, True, True, True, True, True), (True, True, False, True, True, False),
@@ -37,7 +38,7 @@ def test_compiles(kernel, arch, instructions):  # noqa: F811
 
 def test_symbols_tell_the_kernels_apart():
     every = [
-        QuantizePackedFormat(dtype, True, *how[:2], NVFP4, *how[2:5], halves=how[5])
+        QuantizePackedFormat(dtype, True, *how[:2], nvfp4(), *how[2:5], halves=how[5])
         for dtype in ("bf16", "fp16")
         for how in itertools.product((False, True), repeat=6)
         if any(how[2:4])

@@ -9,7 +9,6 @@ from test_sm100_quantize_compile import on_each_architecture
 
 pytest.importorskip("cutlass")
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.rows.activation import functions as activation_functions
 from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
@@ -21,7 +20,8 @@ from fusedmoe.kernels.rows.move.slots import GatherRows, RowDots, SlotValues, Su
 from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.kernels.sm100.quantize_functions import NVFP4
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import nvfp4
 
 ARCHES = ("sm_100a", "sm_103a")
 KERNELS = [
@@ -68,7 +68,7 @@ def bound():
     activation_functions.bind_activation(rows, None, Activation("swiglu"))
     activation_functions.bind_activation_backward(rows[:, :8], rows, None, Activation("swiglu"), False, False)
     format_functions.bind_magnitudes(rows, offsets, of_experts=True)
-    format_functions.bind_quantize_format(rows, NVFP4, offsets)
+    format_functions.bind_quantize_format(rows, nvfp4(), offsets)
 
 
 @pytest.mark.parametrize(("arch", "expected"), [(None, "sm_90a"), (90, "sm_90a"), (100, "sm_100a"), (103, "sm_103a")])

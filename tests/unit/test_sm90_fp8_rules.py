@@ -16,7 +16,6 @@ import fusedmoe as fm
 from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.products.fp8 import guard_codes, on_readable_scales
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
 from fusedmoe.numerics.formats import (
     E4M3,
@@ -133,7 +132,7 @@ def test_the_forms_that_are_written_and_kept():
     """The layer's input by columns is recomputed: neither it nor its codes by rows are kept."""
     plan = both_ways(experts(scale=True), rows(hidden=H), **inputs())
     (activation,) = called("block_scaled_gemm_activation")
-    assert (activation["keep"], activation["quantized"]) == (True, Fp8())
+    assert (activation["keep"], activation["quantized"]) == (True, fp8_block())
     assert called("quantize_rows") == [
         {"rows": True, "columns": True},  # the rows
         {"rows": True, "columns": True},  # the gradient of the output
@@ -173,7 +172,7 @@ def test_inference_keeps_nothing():
         plan = both_ways(experts(), x, **inputs(scale=False))
     assert plan.kept == ()
     (activation,) = called("block_scaled_gemm_activation")
-    assert (activation["keep"], activation["quantized"]) == (False, Fp8())
+    assert (activation["keep"], activation["quantized"]) == (False, fp8_block())
     assert called("quantize_rows") == [{"rows": True, "columns": False}]
     assert called("quantize_weight") == [{"rows": True, "columns": False}] * 2
 
@@ -208,14 +207,14 @@ def test_formats_of_the_recipe(power_of_two, hybrid):
     assert [call["codes"] for call in called("block_scaled_gemm")] == [torch.float8_e4m3fn, gradient]
     if power_of_two:
         (derivative,) = called(IN_CODES)
-        assert derivative["quantized"] == Fp8("e5m2" if hybrid else "e4m3")
+        assert derivative["quantized"] == fp8_block(E5M2 if hybrid else E4M3)
     else:
         (derivative,) = called("block_scaled_gemm_activation_backward")
         reason = "the gradient of the preactivation has scales of any size: the epilogue has powers of two"
         assert reason in {a.reason for a in plan.attempts if a.rule == DGRAD_ACTIVATION}
         assert rules_used(plan, "backward") == QUANTIZED_AFTER
     assert derivative["codes"] is gradient
-    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8(power_of_two=power_of_two)
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == fp8_block(power_of_two=power_of_two)
 
 
 @pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
@@ -523,7 +522,7 @@ def test_delayed_scaling(scale, wgrad):
     launches = {step.rule: step.launches for step in plan.steps}
     assert launches["sm90.quantize"] == launches["sm90.quantize_grad"] == launches["sm90.quantize_weight"] == 3
     assert launches[GEMM_ACTIVATION] == 4
-    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == fp8_tensor()
     assert called().count("transpose_rows") == (wgrad == "quantized")
     assert called().count("update_amax_history") == 6, "rows, weight and gradient of two layers"
     last = "3" if scale else "2"
@@ -543,7 +542,7 @@ def test_inference_with_delayed_scaling_leaves_the_histories():
             fm.clear_weight_cache(chain)
             stand_ins.calls.clear()
             got = chain(x, **named)
-    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == fp8_tensor()
     assert {"transpose_rows", "update_amax_history"}.isdisjoint(called())
     assert (got - want).norm() < 0.06 * want.norm()
     assert all(torch.equal(t, before[name]) for name, t in chain.state_dict().items())
@@ -581,7 +580,7 @@ def test_delayed_scaling_of_a_result_in_blocks():
         chain(x, **named)
         (plan,) = chain.explain(x, **named).plans
     assert rules_used(plan)[-2:] == [GEMM_ACTIVATION, GEMM]
-    assert called("block_scaled_gemm_activation")[0]["quantized"] == Fp8ByExpert()
+    assert called("block_scaled_gemm_activation")[0]["quantized"] == fp8_tensor()
 
 
 # ------------------------------------------------------------------------------------------------ must not fuse

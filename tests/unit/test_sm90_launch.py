@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch, one_group, products, router, scaled_wgrad
 from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
+from fusedmoe.numerics.activations import Activation
 
 E, K, N = 4, 64, 96
 BF16 = torch.bfloat16

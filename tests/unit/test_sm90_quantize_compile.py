@@ -7,10 +7,9 @@ import pytest
 import torch
 from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixture)
 
-from fusedmoe.kernels.fp8 import Fp8
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.rows.quantize.block_functions import bind_quantize_rows, bind_quantize_weight
 from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
+from fusedmoe.numerics.formats import E5M2, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4
 
 pytest.importorskip("cutlass")
 
@@ -69,8 +68,7 @@ def test_symbols_tell_the_kernels_apart():
     assert len({kernel.symbol for kernel in every}) == len(every)
 
 
-MX, ROW, TENSOR = Narrow("e4m3", "rceil", 32), Narrow("e4m3", "given", 16), Narrow("e4m3", "given by expert", 128)
-NV, NV_SQUARE = Narrow("e2m1", "two level", 16), Narrow("e2m1", "two level", 16, square=True)
+MX, ROW, TENSOR, NV, NV_SQUARE = mxfp8(), fp8_row(), fp8_tensor(), nvfp4(), nvfp4(across=16)
 OF_FORMATS = [
     QuantizeFormat("bf16", True, False, False, MX, True, True),
     QuantizeFormat("bf16", True, True, False, MX, True, True),
@@ -156,7 +154,7 @@ def test_nothing_is_launched_without_rows_or_columns(rows, columns, experts):
     """On the CPU, where a launch would raise."""
     x = torch.empty(rows, columns, dtype=torch.bfloat16)
     offsets = None if experts is None else torch.zeros(experts, dtype=torch.int32)
-    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, Fp8(), offsets, columns=True)(x, offsets)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_rows(x, fp8_block(), offsets, columns=True)(x, offsets)
     assert codes.shape == (rows, columns)
     assert scale.shape == (rows, -(-columns // 128))
     assert codes_t.shape[0] == columns
@@ -179,7 +177,7 @@ def test_scales_with_other_strides_are_copied(shape):
 
 def test_an_empty_weight():
     weight = torch.empty(0, 128, 256, dtype=torch.bfloat16)
-    (codes, scale), (codes_t, scale_t) = bind_quantize_weight(weight, Fp8("e5m2"), columns=True)(weight)
+    (codes, scale), (codes_t, scale_t) = bind_quantize_weight(weight, fp8_block(E5M2, 128), columns=True)(weight)
     assert (codes.shape, scale.shape) == ((0, 128, 256), (0, 1, 2))
     assert (codes_t.shape, scale_t.shape) == ((0, 256, 128), (0, 2, 1))
     assert codes.dtype is codes_t.dtype is torch.float8_e5m2

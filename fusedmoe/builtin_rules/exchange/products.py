@@ -45,11 +45,10 @@ from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, 
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
-from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
 from fusedmoe.ops.op import TensorSpec
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +79,7 @@ class GemmActivationOfArrivingTokens(
     gather: GatherTokens
     dispatch: Dispatch
     fc: GroupedLinear
-    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    act: FusedActivation
     scale: Scale | None
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -226,7 +225,7 @@ class DgradActivationOfArrivingGradients(
     dgrad: Dgrad
     scale_grad: ScaleGrad | None
     dscale: DScale | None
-    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    dact: FusedDerivative
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.dback.op)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
-from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow, narrow_of
+from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.quantized_products import NATIVE, path
 from fusedmoe.numerics.formats import E2M1, QuantizedSpec
+from fusedmoe.numerics.formats.format import column_block
 from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
-from fusedmoe.numerics.formats.tensor import column_block
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class _Dequantized(OnSm90):
 def _bind_values(operand: _Operand, format: Format, transposed: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """Return the function of an operand that returns it in bf16, and an empty tensor like its results."""
     guard_codes(operand.codes, format)
-    run = products.bind_dequantize(operand.codes, operand.scale, narrow_of(format), transposed=transposed)
+    run = products.bind_dequantize(operand.codes, operand.scale, format, transposed=transposed)
     *stack, lines, length = operand.codes.shape
     length *= 2 if format.element == E2M1 else 1
     shape = (length, lines) if transposed else (*stack, lines, length)

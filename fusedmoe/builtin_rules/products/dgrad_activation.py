@@ -16,7 +16,6 @@ from fusedmoe.builtin_rules.products.fp8 import (
     by_expert,
     check_blocks,
     check_operands,
-    fp8_of,
     guard_codes,
     on_readable_scales,
 )
@@ -24,11 +23,10 @@ from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, activation
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products, scaled_products
 from fusedmoe.numerics.formats import E4M3, QuantizedSpec, ScaleRule
-from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU
+from fusedmoe.ops.glu import FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 from fusedmoe.ops.scale import DScale, ScaleGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +50,7 @@ class GroupedDgradActivation(OnSm90, FusionRule, name="sm90.grouped_dgrad_activa
     dgrad: Dgrad
     scale_grad: ScaleGrad | None
     dscale: DScale | None
-    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    dact: FusedDerivative
 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.dgrad.op
@@ -105,7 +103,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
     dgrad: Dgrad
     scale_grad: ScaleGrad | None
     dscale: DScale | None
-    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    dact: FusedDerivative
     quantize: QuantizeGrad | None
 
     @property
@@ -166,7 +164,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         assert self._quantizer is not None
         by_rows, by_columns, again = (name in ctx.keep for name in FORMS)
         product = scaled_products.bind_block_scaled_gemm_activation_backward_codes(
-            dy, weight, preactivation, factor, activation_of(self.dact.op), fp8_of(self._quantizer.format),
+            dy, weight, preactivation, factor, activation_of(self.dact.op), self._quantizer.format,
             (by_rows, by_columns, again), self.scale_grad is not None, ctx.options,
         )  # fmt: skip
 
@@ -189,7 +187,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         keeps_output = any(name != COLUMNS for name in ctx.keep)
         if columns is not None:
             like = preactivation.new_empty(preactivation.shape[0], weight.shape[1])
-            quantize = products.bind_quantize_rows(like, fp8_of(columns.format), offsets, rows=False, columns=True)
+            quantize = products.bind_quantize_rows(like, columns.format, offsets, rows=False, columns=True)
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             grad_preactivation, x, grad_factor = product(*tensors)

@@ -4,17 +4,16 @@ with one scale per expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
 from fusedmoe.fusion.language.rule import PlanContext, Run, require
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
-from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, ScaleRule
+from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +41,7 @@ class OnFp8(OnSm90):
 
 def check_blocks(format: Format, block: Block, what: str = "quantizes to") -> None:
     """Decline a format that no kernel writes or, if ``what`` says so, reads."""
-    decline(limits.why_not_fp8_blocks(format, format.block, block, format.element.name, format.rule.value, what))
+    decline(limits.why_not_fp8_blocks(format, block, what))
 
 
 def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool = False) -> None:
@@ -71,12 +70,6 @@ def by_expert(ctx: PlanContext, operand: str) -> bool:
     """Whether an operand has one scale per expert, instead of one per block."""
     spec = ctx.spec(operand)
     return isinstance(spec, QuantizedSpec) and spec.format.block == BY_EXPERT
-
-
-def fp8_of(format: Format) -> Fp8:
-    """Return the kernels' description of a format that `check_blocks` accepts."""
-    element: Literal["e4m3", "e5m2"] = "e4m3" if format.element == E4M3 else "e5m2"
-    return Fp8(element, format.rule is ScaleRule.POWER_OF_TWO, format.amax_epsilon)
 
 
 def guard_codes(*codes: Tensor) -> None:

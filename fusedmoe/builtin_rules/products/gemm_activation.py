@@ -18,7 +18,6 @@ from fusedmoe.builtin_rules.products.fp8 import (
     by_expert,
     check_blocks,
     check_operands,
-    fp8_of,
     guard_codes,
     on_readable_scales,
 )
@@ -32,13 +31,11 @@ from fusedmoe.builtin_rules.requirements import (
 )
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP, bind_end
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.sm90 import limits, products, scaled_products
-from fusedmoe.ops.glu import GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import FusedActivation
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
 from fusedmoe.ops.scale import Scale
-from fusedmoe.ops.squared_relu import SquaredReLU
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +54,7 @@ class GroupedGemmActivation(OnSm90, FusionRule, name="sm90.grouped_gemm_activati
     """
 
     fc: GroupedLinear
-    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    act: FusedActivation
     scale: Scale | None
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -98,7 +95,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
     """
 
     fc: GroupedLinear
-    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    act: FusedActivation
     scale: Scale | None
     quantize: Quantize | None
 
@@ -141,9 +138,7 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         guards.contiguous("the bias", bias)
         quantizer = self._quantizer
         delayed = quantizer is not None and quantizer.delayed is not None
-        quantized: Fp8 | Fp8ByExpert | None = None
-        if quantizer is not None:
-            quantized = Fp8ByExpert(fp8_of(quantizer.format).element) if delayed else fp8_of(quantizer.format)
+        quantized = None if quantizer is None else quantizer.format
         run = scaled_products.bind_block_scaled_gemm_activation(
             x, weight, bias, factor, activation_of(self.act), "act.input" in ctx.keep, quantized, ctx.options,
             by_expert=by_expert(ctx, "input"),

@@ -18,9 +18,8 @@ from fusedmoe.builtin_rules.requirements import OnSm90, activation_of, check_com
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
-from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.grouped_linear import Linear, LinearBiasGrad, LinearDgrad, LinearWgrad, LinearWgradIntoMainGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 from fusedmoe.ops.state.main_grad import grad_instead, main_grad_of
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class LinearActivation(OnSm90, FusionRule, name="sm90.linear_activation", direct
     """``y = act(x @ weight.T + bias)``. The preactivation is written only if backward needs it."""
 
     fc: Linear
-    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    act: FusedActivation
 
     def offer(self, ctx: PlanContext) -> Step:
         _check_layer(ctx, self.fc, "input", "fc.weight")
@@ -102,7 +101,7 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
     """
 
     dgrad: LinearDgrad
-    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    dact: FusedDerivative
 
     def offer(self, ctx: PlanContext) -> Step:
         operands = "grad_output", "dgrad.weight", "dact.input"

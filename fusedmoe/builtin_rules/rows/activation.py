@@ -14,14 +14,13 @@ from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
 from fusedmoe.builtin_rules.requirements import activation_of, check_common, decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90 import limits, products
-from fusedmoe.ops.glu import DGeGLU, DReGLU, DSwiGLU, GeGLU, ReGLU, SwiGLU
+from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU, SquaredReLU
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.ops.op import Op
+    from fusedmoe.ops.glu import GLU, SquaredReLU
 
 
 MOST_ELEMENTS = 2**33
@@ -31,7 +30,7 @@ MOST_ELEMENTS = 2**33
 class ActivationRule(FusionRule, name="activation", direction="forward"):
     """``y[r] = act(x[r]) * scale[r]``, rounded once."""
 
-    act: SwiGLU | GeGLU | ReGLU | SquaredReLU
+    act: FusedActivation
     scale: Scale | None
     apart: ClassVar[bool] = True
 
@@ -60,7 +59,7 @@ class DActivationRule(FusionRule, name="dactivation", direction="backward"):
 
     scale_grad: ScaleGrad | None
     dscale: DScale | None
-    dact: DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
+    dact: FusedDerivative
     apart: ClassVar[bool] = True
 
     def offer(self, ctx: PlanContext) -> Step:
@@ -93,7 +92,7 @@ class DActivationRule(FusionRule, name="dactivation", direction="backward"):
         return lambda dy, x, factor: readable(as_matrix(dy), x, factor)
 
 
-def _check(ctx: PlanContext, op: Op, *rows: str) -> None:
+def _check(ctx: PlanContext, op: GLU | SquaredReLU, *rows: str) -> None:
     """Decline rows that the kernels cannot read. The last of ``rows`` is the preactivation."""
     check_common(ctx, *rows)
     *outer, features = ctx.spec(rows[-1]).shape

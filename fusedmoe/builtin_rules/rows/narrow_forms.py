@@ -7,21 +7,20 @@ an expert, or per expert, then factors from them in plain PyTorch, on small tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules.rows.delayed import bind_end
 from fusedmoe.fusion.language.rule import require
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.sm90 import products
-from fusedmoe.numerics.formats import E2M1, E4M3, Format, Quantizer, ScaleRule
+from fusedmoe.numerics.formats import Format, Quantizer, ScaleRule
 from fusedmoe.numerics.formats.casts import random_bytes
+from fusedmoe.numerics.formats.format import column_block
 from fusedmoe.numerics.formats.groups import padded_rows
 from fusedmoe.numerics.formats.hadamard import TILE
 from fusedmoe.numerics.formats.scales import encode_and_scale, tensor_encode
-from fusedmoe.numerics.formats.tensor import column_block
 
 if TYPE_CHECKING:
     from fusedmoe.ops.state.amax import Step as DelayedStep
@@ -41,19 +40,6 @@ def is_narrow(format: Format, of_weights: bool = False) -> bool:
         return True
     shaped = along in (16, 32) and (across == 1 or (of_weights and across == along))
     return shaped and format.rule.dtype is not torch.float32
-
-
-def narrow_of(format: Format) -> Narrow:
-    """Return the kernels' description of a format that `is_narrow` accepts."""
-    element: Literal["e4m3", "e5m2", "e2m1"] = "e4m3" if format.element == E4M3 else "e5m2"
-    if format.element == E2M1:
-        element = "e2m1"
-    across, along = format.block
-    if along is None:
-        rule: Literal["given", "given by expert"] = "given" if across else "given by expert"
-        return Narrow(element, rule, cast(Literal[16, 128], column_block(format)))
-    of_block = cast(Literal["rceil", "floor", "two level"], format.rule.value)
-    return Narrow(element, of_block, cast(Literal[16, 32], along), across != 1)
 
 
 def bind_forms(
@@ -76,7 +62,7 @@ def bind_forms(
     if quantizer.stochastic_rounding and columns and offsets_E is None and not rotated:
         require(x.shape[-2] % 8 == 0, "%d rows with stochastic rounding: expected a multiple of 8", x.shape[-2])
     kernel = products.bind_quantize_format(
-        x, narrow_of(format), offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
+        x, format, offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
         stochastic=quantizer.stochastic_rounding, amax=quantizer.delayed is not None and training,
     )  # fmt: skip
     factors_of, end = None, None
@@ -116,7 +102,7 @@ def bind_forms(
         num_rows, length = x.shape[0] if index_R is None else index_R.shape[0], x.shape[1]
         padded = num_rows + (-num_rows % TILE if rotated else 0)
         if offsets_E is not None:
-            padded = padded_rows(num_rows, offsets_E.shape[0], narrow_of(format).block)
+            padded = padded_rows(num_rows, offsets_E.shape[0], column_block(format))
         return [(num_rows, length)] * rows + [(length, padded)] * columns
 
     return run

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix
-from fusedmoe.builtin_rules.products.fp8 import ROWS, WEIGHTS, Block, check_blocks, fp8_of
+from fusedmoe.builtin_rules.products.fp8 import ROWS, WEIGHTS, Block, check_blocks
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, decline
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP
 from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
@@ -81,7 +81,7 @@ def _bind_rows(
         if quantizer.delayed is None:
             return run
         return lambda x, offsets, *index: run(x, offsets, *index, step=op.delayed_step(x, offsets, training))
-    return products.bind_quantize_rows(x, fp8_of(quantizer.format), offsets, *index, rows=rows, columns=columns)
+    return products.bind_quantize_rows(x, quantizer.format, offsets, *index, rows=rows, columns=columns)
 
 
 def _flat(run: Run) -> Run:
@@ -213,7 +213,7 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
         if is_narrow(format, of_weights=True):
             kernel: Run = bind_weight_forms(weight, cached.quantizer, axes, training)
         else:
-            quantize = products.bind_quantize_weight(weight, fp8_of(format), rows=-1 in axes, columns=-2 in axes)
+            quantize = products.bind_quantize_weight(weight, format, rows=-1 in axes, columns=-2 in axes)
             kernel = lambda weight, step: quantize(weight)  # noqa: E731
 
         def forms(weight: Tensor, step: DelayedStep | None) -> list[QuantizedTensor]:

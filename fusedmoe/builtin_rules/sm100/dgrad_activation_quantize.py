@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_activation, check_quantizer, guard_rows, packed_factor
 from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.ops.glu import DSwiGLU
+from fusedmoe.ops.glu import DSquaredReLU, DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 from fusedmoe.ops.scale import DScale, ScaleGrad
-from fusedmoe.ops.squared_relu import DSquaredReLU
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,11 +20,10 @@ from fusedmoe.builtin_rules.sm100.packed import (
 from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.numerics.formats.packed import interleave
-from fusedmoe.ops.glu import SwiGLU
+from fusedmoe.ops.glu import SquaredReLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
 from fusedmoe.ops.scale import Scale
-from fusedmoe.ops.squared_relu import SquaredReLU
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,9 @@ from fusedmoe.numerics.formats.packed import can_pack
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
     from fusedmoe.numerics.formats import Quantizer
+    from fusedmoe.ops.glu import GLU, SquaredReLU
     from fusedmoe.ops.op import Op
 
 MOST_EXPERTS = 1024
@@ -87,7 +88,7 @@ def check_layer(ctx: PlanContext, fc: Op, *, bias: str = "") -> None:
         require(dtype == "bfloat16", "the bias is %s, not bfloat16", dtype)
 
 
-def check_activation(op: Op) -> Activation:
+def check_activation(op: GLU | SquaredReLU) -> Activation:
     """Return the kernels' description of an activation, or decline it."""
     activation = activation_of(op)
     require(not activation.interleaved, "interleaved gate and up: expected a weight with the rows [gate | up]")

@@ -18,7 +18,7 @@ from fusedmoe.numerics.formats import E2M1, QuantizedSpec
 
 if TYPE_CHECKING:
     from fusedmoe.fusion.language.rule import PlanContext
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
     from fusedmoe.numerics.formats import Quantizer
 
 ByAxis = dict[int, tuple[Tensor, ...]]

@@ -16,8 +16,8 @@ from fusedmoe.commands.bench.layer import OURS, PEERS, Peer, Sizes, Work
 from fusedmoe.commands.bench.measure import CASES, as_data, lines, measure, plan
 from fusedmoe.commands.sizes import required_sizes
 from fusedmoe.commands.timing import CpuTimer, GpuTimer, Timer
-from fusedmoe.layers.moe import ACTIVATIONS
 from fusedmoe.numerics.recipes import BF16, resolve
+from fusedmoe.ops.glu import ACTIVATIONS
 
 __all__ = ["BenchOptions", "add_arguments", "run"]
 

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe.call import settings
-from fusedmoe.layers.moe import ACTIVATIONS, MoE
+from fusedmoe.layers.moe import MoE
 from fusedmoe.numerics.recipes import BF16, Recipe, shortest
-from fusedmoe.ops import GLU
+from fusedmoe.ops.glu import ACTIVATIONS, GLU
 from fusedmoe.ops.state.weight_cache import clear_weight_cache
 
 OURS = "fusedmoe"

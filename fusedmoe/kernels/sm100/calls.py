@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedmoe.base.lasting import is_capturing, lasting
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
 
 Operands = dict[str, Tensor | None]
 

@@ -26,7 +26,7 @@ from fusedmoe.kernels.sm100.calls import (
 )
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
 
 Form = tuple[Tensor, Tensor]
 """Codes, float8_e4m3fn, and swizzled scales, float8_e8m0fnu."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedmoe.kernels.sm100.calls import Operands, glu_constants, glu_name, in_views, kernel, ones, transposed
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
 
 Form = tuple[Tensor, Tensor, Tensor]
 """Codes, uint8, two in a byte; swizzled scales, float8_e4m3fn; and the scale of each expert, fp32."""

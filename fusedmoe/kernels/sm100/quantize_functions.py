@@ -14,14 +14,13 @@ from torch import Tensor
 from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import kernel_arch
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.numerics.expert_rows import padded_rows
+from fusedmoe.numerics.formats import nvfp4
 
 PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILE = 128
 SCALES = 512  # of a tile of 128 lines x 4 blocks
-NVFP4 = Narrow("e2m1", "two level", 16)
 
 Form = tuple[Tensor, Tensor]
 """Codes, and scales in the layout that the tensor cores read."""
@@ -141,7 +140,7 @@ def bind_quantize_packed_nvfp4(
 
         how = True, index_R is not None, rotated and columns
         dtype, arch = NAMES[x.dtype], kernel_arch(x.device)
-        kernel = load(QuantizePackedFormat(dtype, *how, NVFP4, rows, columns, stochastic, halves=halves, arch=arch))
+        kernel = load(QuantizePackedFormat(dtype, *how, nvfp4(), rows, columns, stochastic, halves=halves, arch=arch))
 
     def run(
         x: Tensor,

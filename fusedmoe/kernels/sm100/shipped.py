@@ -9,8 +9,8 @@ from fusedmoe.kernels.rows.move.offsets import ZeroTail
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.shipped import activations, moving_rows
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
-from fusedmoe.kernels.sm100.quantize_functions import NVFP4
 from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
+from fusedmoe.numerics.formats import nvfp4
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.build.kernel import Kernel
@@ -33,9 +33,9 @@ def _nvfp4() -> tuple[QuantizeFormat | Magnitudes, ...]:
     for gathered in (False, True):
         for columns, stochastic in ((True, False), (True, True), (False, False)):
             how = True, gathered, columns
-            kernels.append(QuantizePackedFormat("bf16", *how, NVFP4, True, columns, stochastic))
+            kernels.append(QuantizePackedFormat("bf16", *how, nvfp4(), True, columns, stochastic))
             kernels.append(Magnitudes("bf16", *how, False, False, True, columns))
-    square = replace(NVFP4, square=True)
+    square = nvfp4(across=16)
     kernels += [QuantizeFormat("bf16", False, False, False, square, *form) for form in FORMS]
     kernels.append(Magnitudes("bf16", False, False, False, False, False, True, False))
     return tuple(dict.fromkeys(kernels))

@@ -14,9 +14,9 @@ from fusedmoe.base.lasting import lasting, unread
 from fusedmoe.kernels.sm90.tiles.choice import Problem, band
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import KernelOptions, Schedule
     from fusedmoe.kernels.sm90.tiles.config import TileConfig
+    from fusedmoe.numerics.activations import Activation
 
 
 class CompiledIn(NamedTuple):

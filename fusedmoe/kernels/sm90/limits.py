@@ -8,8 +8,12 @@ each call.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, ELEMENT_BYTES, SCALE_BLOCK
+
+if TYPE_CHECKING:
+    from fusedmoe.numerics.formats import Format
 
 DTYPES = ("torch.bfloat16", "torch.float16")
 ROW_SCALE_DTYPES = ("torch.float32", *DTYPES)
@@ -84,23 +88,18 @@ def why_not_router(
 
 
 def why_not_fp8_blocks(
-    format: object,
-    block: Sequence[int | None],
-    expected: Sequence[int | None],
-    element: str,
-    rule: str,
-    what: str = "quantizes to",
+    format: Format, expected: tuple[int | None, int | None], what: str = "quantizes to"
 ) -> str | None:
-    """A `fusedmoe.numerics.formats.Format` has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
+    """A format has E4M3 or E5M2 codes in blocks of the ``expected`` size, with fp32 scales.
 
     A size of (None, None) means one scale per expert.
     ``what`` is the kernels' use of the format, in the reason.
     """
-    if tuple(block) != tuple(expected):
+    if format.block != expected:
         wanted = f"blocks of {'x'.join(map(str, expected))} values" if expected[0] else "one scale per expert"
-    elif element not in FP8_ELEMENTS:
+    elif format.element.name not in FP8_ELEMENTS:
         wanted = f"codes in {' or '.join(FP8_ELEMENTS)}"
-    elif rule not in FP32_SCALE_RULES:
+    elif format.rule.value not in FP32_SCALE_RULES:
         wanted = "fp32 scales"
     else:
         return None

@@ -77,9 +77,9 @@ from fusedmoe.kernels.sm90.launch import (
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, choose
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.tiles.config import TileConfig
+    from fusedmoe.numerics.activations import Activation
 
 __all__ = [
     "TOKEN_READERS",
@@ -576,7 +576,7 @@ class _RaggedMLaunch(NamedTuple):
 def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     family, activation = key.family, key.activation
-    if family == "derivative" and activation is not None and heavy(activation):
+    if family == "derivative" and activation is not None and activation.heavy:
         family = "heavy_derivative"
     if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
         family = "transposed_activation" if key.b_major == "n" else family
@@ -636,11 +636,6 @@ def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
         beside=key.beside,
     )  # fmt: skip
     return _RaggedKLaunch(kernel, scheduling(problem, config, sms))
-
-
-def heavy(activation: Activation) -> bool:
-    """Whether the derivative's code at the widest tile exceeds an SM's instruction cache, which makes it slow."""
-    return activation.kind.startswith("geglu")
 
 
 @functools.cache

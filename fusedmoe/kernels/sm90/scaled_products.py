@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from fusedmoe.kernels.build import compiler
-from fusedmoe.kernels.fp8 import Fp8, Fp8ByExpert
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.rows.move.functions import bind_sum_partials
-from fusedmoe.kernels.rows.quantize.block_functions import CODES, Form, scale_like
+from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.launch import (
     CompiledIn,
@@ -42,12 +41,14 @@ from fusedmoe.kernels.sm90.launch import (
 from fusedmoe.kernels.sm90.tiles.choice import Family, Problem, choose
 from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, SCALE_BLOCK, SCALE_PITCH
 from fusedmoe.numerics.expert_rows import padded_rows
+from fusedmoe.numerics.formats import E4M3, ScaleRule
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
     from fusedmoe.kernels.options import Schedule
     from fusedmoe.kernels.sm90.epilogue.outputs import Output
     from fusedmoe.kernels.sm90.tiles.config import TileConfig
+    from fusedmoe.numerics.activations import Activation
+    from fusedmoe.numerics.formats import Format
 
 NAMES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -114,7 +115,7 @@ def block_scaled_gemm_activation(
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     keep_preactivation: bool = True,
-    quantized: Fp8 | None = None,
+    quantized: Format | None = None,
     options: KernelOptions = DEFAULT,
 ) -> tuple[Tensor, ...]:
     """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
@@ -129,7 +130,7 @@ def block_scaled_gemm_activation(
     keep_preactivation
         Return p too.
     quantized
-        Element and scales of y; None for y in bf16.
+        The format of y, in blocks of 1 x 128; None for y in bf16.
 
     Returns
     -------
@@ -149,7 +150,7 @@ def bind_block_scaled_gemm_activation(
     row_scale: Tensor | None,
     activation: Activation,
     keep_preactivation: bool,
-    quantized: Fp8 | Fp8ByExpert | None,
+    quantized: Format | None,
     options: KernelOptions,
     *,
     by_expert: bool = False,
@@ -157,8 +158,9 @@ def bind_block_scaled_gemm_activation(
     """Return `block_scaled_gemm_activation` of ``(x, x_scale, weight, weight_scale, bias, offsets, row_scale)``;
     ``by_expert``: of scales per expert.
 
-    For `Fp8ByExpert`, the function takes two more tensors, (E,) fp32: the factor of each expert, and zeros, to which it
-    writes the largest finite magnitude of each expert's y. It returns the codes of y, and then p if it is kept.
+    For a format with one scale per expert, the function takes two more tensors, (E,) fp32: the factor of each expert,
+    and zeros, to which it writes the largest finite magnitude of each expert's y. It returns the codes of y, and then p
+    if it is kept.
     """
     rows, columns = x.shape[0], weight.shape[1]
     features = columns // 2 if activation.gated else columns
@@ -178,9 +180,9 @@ def bind_block_scaled_gemm_activation(
         *factor_and_amax: Tensor,
     ) -> tuple[Tensor, ...]:
         p = (x.new_empty(rows, columns, dtype=torch.bfloat16),) if keep_preactivation else ()
-        if isinstance(quantized, Fp8ByExpert):
+        if quantized is not None and quantized.block[1] is None:
             codes, (factor, amax) = x.new_empty(rows, features, dtype=torch.uint8), factor_and_amax
-            y: tuple[Tensor, ...] = (codes.view(CODES[quantized.element]),)
+            y: tuple[Tensor, ...] = (codes.view(quantized.element.dtype),)
             written: tuple[Tensor, ...] = (codes.view(torch.bfloat16), factor, amax.view(torch.int32))
         elif quantized is None:
             y = (x.new_empty(rows, features, dtype=torch.bfloat16),)
@@ -188,7 +190,7 @@ def bind_block_scaled_gemm_activation(
         else:
             codes = x.new_empty(rows, features, dtype=torch.uint8)
             scale = scale_like(x, rows, features)
-            y, written = (codes.view(CODES[quantized.element]), scale), (codes.view(torch.bfloat16), scale)
+            y, written = (codes.view(quantized.element.dtype), scale), (codes.view(torch.bfloat16), scale)
         launch(x, x_scale, weight, weight_scale, offsets, bias, row_scale, *p, *written)
         return (*y, *p)
 
@@ -243,7 +245,7 @@ def bind_block_scaled_gemm_activation_backward_codes(
     preactivation: Tensor,
     row_scale: Tensor | None,
     activation: Activation,
-    quantized: Fp8,
+    quantized: Format,
     forms: tuple[bool, bool, bool],
     want_row_scale_grad: bool,
     options: KernelOptions,
@@ -252,7 +254,7 @@ def bind_block_scaled_gemm_activation_backward_codes(
     gradient by rows, the gradient by columns and the output by columns; and the row scale's gradient.
 
     A form is codes and scales, with shapes and strides as by `quantize_functions.bind_quantize_rows`. ``quantized`` is
-    the element of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
+    the format of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
     """
     (rows, features), (experts, outputs, _) = preactivation.shape, weight.shape
     scaled = want_row_scale_grad or row_scale is not None
@@ -263,8 +265,9 @@ def bind_block_scaled_gemm_activation_backward_codes(
     derivative = _with_row_scale(launch, preactivation, outputs, row_scale, want_row_scale_grad)
     padded = padded_rows(rows, experts, SCALE_BLOCK)
     by_rows, by_columns, again = forms
-    shapes = [(rows, features, quantized.element)] * by_rows + [(features, padded, quantized.element)] * by_columns
-    shapes += [(outputs, padded, "e4m3")] * again
+    of_grad = quantized.element.dtype
+    shapes = [(rows, features, of_grad)] * by_rows + [(features, padded, of_grad)] * by_columns
+    shapes += [(outputs, padded, E4M3.dtype)] * again
 
     def run(
         grad_output: Tensor,
@@ -277,10 +280,10 @@ def bind_block_scaled_gemm_activation_backward_codes(
     ) -> tuple[tuple[Form, ...], Tensor | None]:
         results: list[Form] = []
         written: list[Tensor] = []
-        for lines, length, element in shapes:
+        for lines, length, dtype in shapes:
             codes = preactivation.new_empty(lines, length, dtype=torch.uint8)
             scale = scale_like(preactivation, lines, length)
-            results.append((codes.view(CODES[element]), scale))
+            results.append((codes.view(dtype), scale))
             written += [codes.view(torch.bfloat16) if by_rows and not written else codes, scale]
         operands = grad_output, grad_scale, weight, weight_scale
         return tuple(results), derivative(*operands, offsets, row_scale, preactivation, *written)
@@ -389,7 +392,7 @@ def _ragged_m(
     derivative: bool = False,
     scaled: bool = False,
     keep: bool = False,
-    quantized: Fp8 | Fp8ByExpert | None = None,
+    quantized: Format | None = None,
     by_expert: bool = False,
     forms: tuple[bool, bool, bool] | None = None,
 ) -> _Launch:
@@ -405,7 +408,7 @@ class _Epilogue(NamedTuple):
     derivative: bool
     scaled: bool  # derivatives only: whether there is a row scale
     keep: bool  # of the preactivation, or of the recomputed activation
-    quantized: Fp8 | Fp8ByExpert | None
+    quantized: Format | None
     forms: tuple[bool, bool, bool] | None  # of a derivative in FP8
 
 
@@ -451,9 +454,9 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
     if forms is not None:
         assert activation is not None
         assert not activation.interleaved
-        assert isinstance(quantized, Fp8)
-        assert quantized.power_of_two
-        results = DerivativeCodes(*forms, quantized.element)
+        assert quantized is not None
+        assert quantized.rule is ScaleRule.POWER_OF_TWO
+        results = DerivativeCodes(*forms, quantized.element.name)
         compiled = derivative_codes(activation.kind, results, clamped=activation.clamped, row_scale=scaled)
         return compiler.load(DerivativeCodesRaggedM(dtype, config, epilogue=compiled))
     if activation is None:
@@ -462,10 +465,10 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
         compiled = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
     else:
         codes: Output | None = None
-        if isinstance(quantized, Fp8ByExpert):
-            codes = CodesByExpert(quantized.element)
+        if quantized is not None and quantized.block[1] is None:
+            codes = CodesByExpert(quantized.element.name)
         elif quantized is not None:
-            codes = RowCodes(quantized.element, quantized.power_of_two)
+            codes = RowCodes(quantized.element.name, quantized.rule is ScaleRule.POWER_OF_TWO)
         compiled = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
     kind = TensorScaledRaggedM if by_expert else BlockScaledRaggedM
     return compiler.load(kind(dtype, config, epilogue=compiled))

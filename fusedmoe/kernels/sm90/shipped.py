@@ -8,8 +8,6 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from fusedmoe.kernels.activation import Activation
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
 from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets
 from fusedmoe.kernels.rows.move.parts import Parts, SumParts
@@ -35,12 +33,12 @@ from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedK, PromotedRagged
 from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
-from fusedmoe.kernels.sm90.products import heavy
 from fusedmoe.kernels.sm90.router import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_192, WGRADS
+from fusedmoe.numerics.activations import KINDS
+from fusedmoe.numerics.formats import E4M3, E5M2, fp8_tensor
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Kind
     from fusedmoe.kernels.build.kernel import Kernel
     from fusedmoe.kernels.device.warps import WarpKernel
 
@@ -97,17 +95,15 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(RaggedK("bf16", config, accumulate=adds, gathered="a", beside=True))
 
     # bf16: the other activations, with the tiles of training
-    others: list[tuple[Kind, bool, bool]] = [
-        ("swiglu", True, False), ("swiglu", True, True), ("geglu_tanh", False, False), ("geglu_erf", False, False),
-        ("reglu", False, False), ("squared_relu", False, False),
-    ]  # fmt: skip
+    others = [("swiglu", True, False), ("swiglu", True, True)]
+    others += [(name, False, False) for name, kind in KINDS.items() if kind.shipped and name != "swiglu"]
     for (kind, clamped, interleaved), keep in itertools.product(others, (True, False)):
         epilogue = activation(kind, clamped=clamped, interleaved=interleaved, keep=keep)
         # interleaved weights: as GroupedLinear stores them, and as GPT-OSS's checkpoints do
         majors = "kn" if interleaved else "k"
         kernels += [RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in majors]
     for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
-        config = CANDIDATES["heavy_derivative" if heavy(Activation(kind)) else "derivative"][0]
+        config = CANDIDATES["heavy_derivative" if KINDS[kind].heavy else "derivative"][0]
         epilogue = derivative(kind, clamped=clamped, interleaved=interleaved, keep=True, row_scale=scaled)
         kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
 
@@ -147,11 +143,10 @@ def shipped() -> tuple[Kernel, ...]:
             kernels.append(BlockScaledRaggedK("e4m3", config, accumulate=adds, beside=True))
 
     # the recipe fp8_tensor, whose gradients are in E5M2, with current and with delayed scaling
-    for element, of_tokens, amax in itertools.product(("e4m3", "e5m2"), (False, True), (False, True)):
-        given = Narrow("e4m3" if element == "e4m3" else "e5m2", "given by expert", 128)
-        kernels.append(QuantizeFormat("bf16", True, of_tokens, False, given, True, True, amax=amax))
-    given = Narrow("e4m3", "given by expert", 128)  # of weights
-    kernels += [QuantizeFormat("bf16", False, False, False, given, True, True, amax=amax) for amax in (False, True)]
+    for code, of_tokens, amax in itertools.product((E4M3, E5M2), (False, True), (False, True)):
+        kernels.append(QuantizeFormat("bf16", True, of_tokens, False, fp8_tensor(code), True, True, amax=amax))
+    for amax in (False, True):  # of weights
+        kernels.append(QuantizeFormat("bf16", False, False, False, fp8_tensor(E4M3), True, True, amax=amax))
     for by_expert, of_tokens in ((True, False), (True, True), (False, False)):
         kernels.append(Magnitudes("bf16", by_expert, of_tokens, False, False, False, True, False))
     for config in CANDIDATES["fp8_plain"]:

@@ -27,9 +27,9 @@ from torch import Tensor
 from fusedmoe.base import target
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.numerics.expert_rows import zero_tail_
-from fusedmoe.numerics.formats.format import E4M3, Format
+from fusedmoe.numerics.formats.format import E4M3, Format, column_block
 from fusedmoe.numerics.formats.groups import group_of, of_group
-from fusedmoe.numerics.formats.tensor import QuantizedSpec, QuantizedTensor, column_block
+from fusedmoe.numerics.formats.tensor import QuantizedSpec, QuantizedTensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

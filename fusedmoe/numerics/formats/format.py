@@ -173,6 +173,16 @@ class Format:
         return f"{self.name} {self.element} {shape}"
 
 
+def column_block(format: Format) -> int:
+    """Return the multiple to which each expert's rows are padded by columns: a block, or what products of codes need
+    where there are no blocks: 128 for one scale per expert, and 16 for one per row.
+    """
+    across, along = format.block
+    if along is not None:
+        return along
+    return 128 if across is None else 16
+
+
 def _fp32_rule(name: str, power_of_two: bool) -> ScaleRule:
     power_of_two = FLAG(f"{name}: power_of_two", power_of_two)
     return ScaleRule.POWER_OF_TWO if power_of_two else ScaleRule.FP32

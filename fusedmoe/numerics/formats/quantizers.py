@@ -13,12 +13,12 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.expert_rows import tail_mask
 from fusedmoe.numerics.formats.blocks import blocks_of, times_blocks
 from fusedmoe.numerics.formats.casts import pack, random_bytes, to_codes
-from fusedmoe.numerics.formats.format import E2M1, Format, Quantizer
+from fusedmoe.numerics.formats.format import E2M1, Format, Quantizer, column_block
 from fusedmoe.numerics.formats.groups import PaddedRows, group_of, max_by_group, of_group
 from fusedmoe.numerics.formats.hadamard import TILE, rotate
 from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.formats.scales import encode_and_scale, tensor_encode
-from fusedmoe.numerics.formats.tensor import QuantizedTensor, column_block
+from fusedmoe.numerics.formats.tensor import QuantizedTensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that `quantize` accepts."""

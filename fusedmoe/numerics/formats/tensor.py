@@ -12,7 +12,7 @@ from torch import Tensor
 from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.formats.blocks import times_blocks
 from fusedmoe.numerics.formats.casts import from_codes, unpack
-from fusedmoe.numerics.formats.format import E2M1, Format
+from fusedmoe.numerics.formats.format import E2M1, Format, column_block
 from fusedmoe.numerics.formats.groups import PACKED_ROWS, PaddedRows, group_of, of_group, padded_rows
 from fusedmoe.numerics.formats.hadamard import TILE, rotate_back
 from fusedmoe.numerics.formats.scales import decoded
@@ -253,16 +253,6 @@ class QuantizedSpec(NamedTuple):
         if self.experts is not None:
             rows = padded_rows(rows, self.experts, column_block(self.format))
         return columns, rows + (-rows % TILE if self.rotated else 0)
-
-
-def column_block(format: Format) -> int:
-    """Return the multiple to which each expert's rows are padded by columns: a block, or what products of codes need
-    where there are no blocks: 128 for one scale per expert, and 16 for one per row.
-    """
-    across, along = format.block
-    if along is not None:
-        return along
-    return 128 if across is None else 16
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from fusedmoe.commands.verify.soak.layers import ROWS, rows_per_expert
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.scaled_products import with_strides
 from fusedmoe.kernels.sm90.scaled_wgrad import bind_block_scaled_wgrad
+from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from fusedmoe.kernels.rows.move.slot_functions import no_scale
 from fusedmoe.kernels.sm90.launch import compiled_in, constants
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.activation import Activation
+    from fusedmoe.numerics.activations import Activation
 
 
 def bind_activation(

@@ -23,6 +23,7 @@ from cutlass import Float32, const_expr
 
 from fusedmoe.kernels.device import formulas
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.numerics.activations import KINDS
 
 WARPS = 8  # per CTA
 VECTORS = 2  # of results, that a lane loads the operands of at once
@@ -33,7 +34,7 @@ class _Elementwise(WarpKernel):
     """Common parts: the activation, and the loads and stores of its operands."""
 
     dtype: str  # "bf16" or "fp16"
-    kind: str  # of `fusedmoe.kernels.activation.Activation`
+    kind: str  # of `fusedmoe.numerics.activations.KINDS`
     clamped: bool  # whether there is a limit
     interleaved: bool  # whether gate and up are even and odd features
     scale: str | None  # dtype of the scale: "fp32", "bf16" or "fp16"; None for none
@@ -41,7 +42,7 @@ class _Elementwise(WarpKernel):
     @property
     def gated(self) -> bool:
         """Whether p has gate and up."""
-        return self.kind != "squared_relu"
+        return KINDS[self.kind].gated
 
     @property
     def _of_activation(self) -> str:
@@ -132,10 +133,7 @@ class Activate(_Elementwise):
                 values = []
                 for i in cutlass.range_constexpr(VECTOR):
                     gate, up = self.gate_and_up(operands[v], i)
-                    if const_expr(self.gated):
-                        value = formulas.glu(self.kind, self.clamped, gate, up, constants)
-                    else:
-                        value = formulas.squared_relu(gate)
+                    value = formulas.activation(self.kind, self.clamped, gate, up, constants)
                     values.append(value * factor if const_expr(self.scale is not None) else value)
                 self.stored(values, y[rows[v], None], vectors[v])
 
@@ -205,14 +203,9 @@ class ActivateBackward(_Elementwise):
         for i in cutlass.range_constexpr(VECTOR):
             d, (gate, up) = Float32(of_dy[i]), self.gate_and_up(of_p, i)
             scale = factor if const_expr(self.scale is not None) else None
-            if const_expr(self.gated):
-                d_gate, d_up, act, d_scale = formulas.glu_backward(
-                    self.kind, self.clamped, d, gate, up, constants, scale
-                )
-                ups.append(d_up)
-            else:
-                d_gate, act, d_scale = formulas.squared_relu_backward(d, gate, scale)
-            gates.append(d_gate)
+            *of_x, act, d_scale = formulas.derivative(self.kind, self.clamped, d, gate, up, constants, scale)
+            gates.append(of_x[0])
+            ups.append(of_x[-1])
             acts.append(act)
             total += d_scale
         if const_expr(not self.gated):

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fusedmoe.base.lasting import unread
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.fp8 import Fp8
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.numerics.expert_rows import padded_rows
+from fusedmoe.numerics.formats import Format, ScaleRule
 
 BLOCK = 128
-CODES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 TOKEN_READERS = 2  # rows per token from which on tokens are quantized once, and their codes are copied
 Form = tuple[Tensor, Tensor]
 """Codes and scales."""
@@ -28,7 +27,7 @@ Form = tuple[Tensor, Tensor]
 
 def bind_quantize_rows(
     x_RK: Tensor,
-    format: Fp8,
+    format: Format,
     offsets_E: Tensor | None = None,
     index_R: Tensor | None = None,
     *,
@@ -53,7 +52,7 @@ def bind_quantize_rows(
         bf16 or fp16, shape (R, K), K a multiple of 16, unit stride in K, the pitch a multiple of 8, the address a
         multiple of 16 bytes.
     format
-        Element and scales.
+        FP8 with fp32 scales. Its blocks are not read.
     offsets_E
         For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
         [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
@@ -67,7 +66,7 @@ def bind_quantize_rows(
     columns_of_x = x_RK.shape[1]
     num_rows = x_RK.shape[0] if index_R is None else index_R.shape[0]
     padded = num_rows if offsets_E is None else padded_rows(num_rows, offsets_E.shape[0], BLOCK)
-    code = CODES[format.element]
+    code = format.element.dtype
     epsilon = format.amax_epsilon
     tiles = -(-num_rows // BLOCK)
     if columns and offsets_E is not None:
@@ -78,7 +77,8 @@ def bind_quantize_rows(
         from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows  # deferred: imports the CuTe DSL
 
         how = offsets_E is not None, index_R is not None
-        kernel = load(QuantizeRows(NAMES[x_RK.dtype], format.element, rows, columns, format.power_of_two, *how))
+        powers = format.rule is ScaleRule.POWER_OF_TWO
+        kernel = load(QuantizeRows(NAMES[x_RK.dtype], format.element.name, rows, columns, powers, *how))
 
     def run(x_RK: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Form, ...]:
         bytes_ = x_RK.new_empty(0, dtype=torch.uint8)
@@ -97,7 +97,7 @@ def bind_quantize_rows(
     return run
 
 
-def _bind_quantize_tokens(x_TK: Tensor, format: Fp8, index_R: Tensor) -> Callable[..., tuple[Form, ...]]:
+def _bind_quantize_tokens(x_TK: Tensor, format: Format, index_R: Tensor) -> Callable[..., tuple[Form, ...]]:
     """Return `bind_quantize_rows` for row codes of gathered rows, in two launches: each token is quantized once."""
     from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes  # deferred: imports the CuTe DSL
 
@@ -115,7 +115,7 @@ def _bind_quantize_tokens(x_TK: Tensor, format: Fp8, index_R: Tensor) -> Callabl
 
 
 def bind_quantize_weight(
-    weight: Tensor, format: Fp8, *, rows: bool = True, columns: bool = False
+    weight: Tensor, format: Format, *, rows: bool = True, columns: bool = False
 ) -> Callable[[Tensor], tuple[Form, ...]]:
     """Return a function of a weight that quantizes it with 128x128 blocks, in one launch.
 
@@ -134,18 +134,19 @@ def bind_quantize_weight(
         bf16 or fp16, shape (E, N, K) or (N, K), unit stride in N or K, the other strides multiples of 8, the address a
         multiple of 16 bytes. N and K are multiples of 16.
     format
-        Element and scales.
+        FP8 with fp32 scales. Its blocks are not read.
     """
     from fusedmoe.kernels.rows.quantize.blocks import QuantizeWeight  # deferred: imports the CuTe DSL
 
     stacked = weight.dim() == 3
     transposed = weight.stride(-1) != 1  # a block is square: the rows of a transposed weight are its columns
     along, across = (columns, rows) if transposed else (rows, columns)
-    code, epsilon = CODES[format.element], format.amax_epsilon
+    code, epsilon = format.element.dtype, format.amax_epsilon
     (experts, lines, length) = _stacked(weight, transposed).shape
     kernel = None
     if weight.numel():
-        kernel = load(QuantizeWeight(NAMES[weight.dtype], format.element, along, across, format.power_of_two))
+        powers = format.rule is ScaleRule.POWER_OF_TWO
+        kernel = load(QuantizeWeight(NAMES[weight.dtype], format.element.name, along, across, powers))
 
     def form(lines: int, length: int) -> Form:
         codes = weight.new_empty(experts, lines, length, dtype=torch.uint8)

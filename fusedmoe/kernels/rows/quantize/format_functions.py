@@ -16,9 +16,9 @@ from torch import Tensor
 from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import kernel_arch
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.numerics.expert_rows import padded_rows
+from fusedmoe.numerics.formats.format import E2M1, Format, ScaleRule, column_block
 
 TILE = 128
 _EXPONENT = ~0x7FFFFF  # the bits of fp32 without those of the mantissa
@@ -75,7 +75,7 @@ def bind_magnitudes(
 
 def bind_quantize_format(
     x: Tensor,
-    format: Narrow,
+    format: Format,
     offsets_E: Tensor | None = None,
     index_R: Tensor | None = None,
     *,
@@ -101,7 +101,8 @@ def bind_quantize_format(
         bf16 or fp16, shape (R, K), or (B, R, K) for weights, K a multiple of 16, unit stride in K, the other strides
         multiples of 8, the address a multiple of 16 bytes.
     format
-        Element and blocks. Square blocks are for weights.
+        Blocks of 16 or 32 values with scales that are not fp32, or one scale per row or expert, whose factors are
+        given. Square blocks are for weights.
     offsets_E
         For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
         [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
@@ -117,19 +118,20 @@ def bind_quantize_format(
 
     Notes
     -----
-    ``factors`` of a call has one tensor for each form, in fp32, contiguous: for the rule "two level" the factor of each
-    expert's scales, (E,) or (B,); for "given by expert" the factor of each expert; for "given" the factor of each row,
-    (R,) or (B R,), and of each column of an expert, (E, K) or (B, K). ``random`` has the random bytes of each form if
+    ``factors`` of a call has one tensor for each form, in fp32, contiguous: for the rule TWO_LEVEL the factor of each
+    expert's scales, (E,) or (B,); with one scale per expert its factor; with one per row the factor of each row, (R,)
+    or (B R,), and of each column of an expert, (E, K) or (B, K). ``random`` has the random bytes of each form if
     ``stochastic``: (R, K) and (K, P). ``amax`` is (E,) or (B,) fp32, zeros before: the largest finite magnitudes are
     written to it.
     """
     matrices, (lines, length) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
     num_rows = lines if index_R is None else index_R.shape[0]
-    packed = 2 if format.element == "e2m1" else 1
+    packed = 2 if format.element == E2M1 else 1
+    block, given, across = column_block(format), format.block[1] is None, format.block[0] or 1
     padded = num_rows + (-num_rows % PADDING if rotated else 0)
     if offsets_E is not None:
-        padded = padded_rows(num_rows, offsets_E.shape[0], format.block)
-    tiles = _tiles(num_rows, offsets_E, format.block)
+        padded = padded_rows(num_rows, offsets_E.shape[0], block)
+    tiles = _tiles(num_rows, offsets_E, block)
     none = unread(x.device, torch.int32, 4)
     no_bytes, no_factor = none.view(torch.uint8), none.view(torch.float32)
     kernel = None
@@ -155,9 +157,8 @@ def bind_quantize_format(
             width = -(-length_ // packed)
             codes = own.new_empty(matrices, lines, -(-width // 16) * 16 if by_columns else width)
             scale = None
-            if not format.given:
-                across = format.block if format.square else 1
-                scale = own.new_empty(matrices, -(-lines // across), -(-length_ // format.block))
+            if not given:
+                scale = own.new_empty(matrices, -(-lines // across), -(-length_ // block))
             factor = factors[i] if factors else no_factor
             if by_columns and factor.dim() == 1:
                 factor = factor[:, None]
@@ -168,7 +169,7 @@ def bind_quantize_format(
             no_form = (no_bytes[None, None], no_bytes[None, None], no_factor, no_bytes[None])
             first = passed[0] if rows else no_form
             last = passed[-1] if columns else (*no_form[:2], no_factor[None], no_form[3])
-            if not rows and format.square and factors:
+            if not rows and across > 1 and factors:
                 first = (*no_form[:2], factors[0], no_form[3])
             index = none if index_R is None else index_R
             offsets = none if offsets_E is None else offsets_E
@@ -188,7 +189,7 @@ def _tiles(rows: int, offsets_E: Tensor | None, block: int) -> int:
 
 
 def bind_dequantize(
-    codes: Tensor, scale: Tensor | None, format: Narrow, *, transposed: bool = False
+    codes: Tensor, scale: Tensor | None, format: Format, *, transposed: bool = False
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return a function of ``(codes, scale)``: codes times scales in bf16, in one launch.
 
@@ -202,13 +203,14 @@ def bind_dequantize(
         (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples of 16. The
         lines begin at multiples of 16 codes.
     scale
-        As of the `QuantizedTensor`; None for given factors. With square blocks, M is a multiple of the block.
+        As of the `QuantizedTensor`; it is not read without blocks. With square blocks, M is a multiple of the block.
     """
-    packed = 2 if format.element == "e2m1" else 1
+    packed = 2 if format.element == E2M1 else 1
     lines, length = codes.shape[-2], codes.shape[-1] * packed
     stack = codes.shape[:-2]
     matrices = stack.numel()
-    of_scale = "" if format.given else "e4m3" if format.rule == "two level" else "e8m0"
+    across, along = format.block
+    of_scale = "" if along is None else "e4m3" if format.rule is ScaleRule.TWO_LEVEL else "e8m0"
     shape = (length, lines) if transposed else (matrices * lines, length)
     no_scale = unread(codes.device, torch.int32, 4).view(torch.uint8)[None]
     kernel = None
@@ -219,8 +221,7 @@ def bind_dequantize(
         )
 
         kind = DequantizeTransposed if transposed else Dequantize
-        across = format.block if format.square else 1
-        kernel = load(kind(format.element, of_scale, format.block if of_scale else 16, across))
+        kernel = load(kind(format.element.name, of_scale, along or 16, across or 1))
 
     def run(codes: Tensor, scale: Tensor | None) -> Tensor:
         out = codes.new_empty(shape, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ Axes: B matrices, R rows, T tokens, K columns, E experts, P padded rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -40,7 +40,6 @@ from fusedmoe.kernels.device.codes import (
     value_of_bits,
 )
 from fusedmoe.kernels.device.warps import ELEMENTS, VECTOR, WarpKernel, fake_vector
-from fusedmoe.kernels.narrow import Narrow
 from fusedmoe.kernels.rows.quantize.blocks import BLOCK as TILE
 from fusedmoe.kernels.rows.quantize.blocks import (
     GROUPS,
@@ -53,6 +52,7 @@ from fusedmoe.kernels.rows.quantize.blocks import (
     load_tile,
     rows_of_tile,
 )
+from fusedmoe.numerics.formats.format import Format, ScaleRule, column_block
 
 CTAS_PER_SM = 2
 SHARED_PERCENT = 25  # of an SM's memory: 20 KiB per CTA
@@ -232,18 +232,52 @@ class _Tiles(WarpKernel):
 class QuantizeFormat(_Tiles):
     """Codes of rows (R, K), or of matrices (B, R, K), in a narrow format."""
 
-    format: Narrow
+    format: Format  # without the parts that do not change the code, so that a symbol has one description
     rows: bool  # whether there are row codes
     columns: bool  # whether there are column codes
     stochastic: bool = False  # whether random bits round the codes
     amax: bool = False  # whether the largest magnitude of each expert is found too
 
+    def __post_init__(self) -> None:
+        format = replace(self.format, name="")
+        if self.given:
+            format = replace(format, rule=ScaleRule.FP32, amax_epsilon=0.0)
+        object.__setattr__(self, "format", format)
+
+    @property
+    def element(self) -> str:
+        """Type of the codes; two codes of E2M1 are a byte."""
+        return self.format.element.name
+
+    @property
+    def given(self) -> bool:
+        """Whether there are no blocks: factors are known before."""
+        return self.format.block[1] is None
+
+    @property
+    def rule(self) -> str:
+        """The rule for a block's scale. "given" has a factor for each row by rows, and for each column of an expert by
+        columns. "given by expert" has one per expert.
+        """
+        if self.given:
+            return "given" if self.format.block[0] else "given by expert"
+        return self.format.rule.value
+
+    @property
+    def block(self) -> int:
+        """Values per block. By columns, each expert's rows are padded to a multiple of it."""
+        return column_block(self.format)
+
+    @property
+    def squared(self) -> bool:
+        """Whether a block has as many rows as columns."""
+        return self.format.block[0] not in (None, 1)
+
     @property
     def symbol(self) -> str:
-        format = self.format
-        parts = [self.dtype, format.element, format.rule.replace(" ", "_"), str(format.block)]
+        parts = [self.dtype, self.element, self.rule.replace(" ", "_"), str(self.block)]
         flags = {
-            "square": format.square, "rows": self.rows, "columns": self.columns, "sorted": self.sorted,
+            "square": self.squared, "rows": self.rows, "columns": self.columns, "sorted": self.sorted,
             "gathered": self.gathered, "rotated": self.rotated, "stochastic": self.stochastic, "amax": self.amax,
         }  # fmt: skip
         return "_".join([f"{self.family}_quantize_format", *parts, *(name for name, on in flags.items() if on)])
@@ -251,16 +285,16 @@ class QuantizeFormat(_Tiles):
     @property
     def bits(self) -> int:
         """Width of a code."""
-        return 4 if self.format.element == "e2m1" else 8
+        return 4 if self.element == "e2m1" else 8
 
     @property
     def bias(self) -> int:
         """What is added to the bits of magnitudes, for 16-bit comparisons; see `finite_amax`."""
-        return 0 if self.format.element == "e2m1" else FINITE_BIAS[self.dtype]
+        return 0 if self.element == "e2m1" else FINITE_BIAS[self.dtype]
 
     @property
     def bias_of_columns(self) -> int:
-        return 0 if self.format.element == "e2m1" else FINITE_BIAS[self.rotated_dtype]
+        return 0 if self.element == "e2m1" else FINITE_BIAS[self.rotated_dtype]
 
     @property
     def chunk(self) -> type:
@@ -324,7 +358,7 @@ class QuantizeFormat(_Tiles):
         vector = at * GROUPS + thread % GROUPS
         smem = SmemAllocator()
 
-        first, valid, present, expert = self.where(offsets, tile, rows, lane, self.format.block)
+        first, valid, present, expert = self.where(offsets, tile, rows, lane, self.block)
         if const_expr(not self.sorted):
             expert = matrix
         source = x[matrix, None, None]
@@ -333,7 +367,7 @@ class QuantizeFormat(_Tiles):
         if const_expr(self.amax):
             self.raise_expert(experts_max, of_columns, expert, lane, self.dtype)
         self.end_infinities(values, signs)
-        if const_expr(self.format.square):
+        if const_expr(self.squared):
             self.square(
                 values, of_columns, smem, codes, scale, factors, codes_t, scale_t, first, present, vector, tile, matrix
             )
@@ -381,11 +415,11 @@ class QuantizeFormat(_Tiles):
             magnitude, all_finite = self.finite_amax(largest[i], dtype)
             amax.append(magnitude)
             finite.append(all_finite)
-        if const_expr(self.format.rule == "two level"):
+        if const_expr(self.rule == "two level"):
             return two_level_encode(amax, finite, tensor_encode)
         factors, scales = [], []
         for i in cutlass.range_constexpr(VECTOR):
-            factor, byte = e8m0_encode(amax[i], self.format.element, self.format.rule)
+            factor, byte = e8m0_encode(amax[i], self.element, self.rule)
             factors.append(factor)
             scales.append(byte)
         return factors, scales
@@ -395,19 +429,19 @@ class QuantizeFormat(_Tiles):
         """The factors of this thread's rows; writes the scales of their blocks."""
         thread, _, _ = cute.arch.thread_idx()
         strip = thread // GROUPS * STRIP
-        if const_expr(self.format.rule == "given"):
+        if const_expr(self.rule == "given"):
             last = cutlass.max(rows - 1, 0)
             return [factors[matrix * rows + cutlass.min(first + strip + i, last)] for i in range(STRIP)]
-        if const_expr(self.format.rule == "given by expert"):
+        if const_expr(self.rule == "given by expert"):
             return [factors[expert]] * STRIP
-        lanes = self.format.block // VECTOR  # of a block
+        lanes = self.block // VECTOR  # of a block
         found = []
         for pair in cutlass.range_constexpr(STRIP // 2):
             bits = largest[pair]
             for step in cutlass.range_constexpr(lanes.bit_length() - 1):
                 bits = max_of_pairs(bits, cute.arch.shuffle_sync_bfly(bits, 1 << step))
             found += [half_of(bits, 0), half_of(bits, 1)]
-        tensor_encode = factors[expert] if const_expr(self.format.rule == "two level") else None
+        tensor_encode = factors[expert] if const_expr(self.rule == "two level") else None
         encode, stored = self.encode(found, self.dtype, tensor_encode)
         block = vector // lanes
         if vector % lanes == 0 and block < cute.size(scale, mode=[2]):
@@ -427,7 +461,7 @@ class QuantizeFormat(_Tiles):
             own[w] = largest[w]
         cute.autovec_copy(own, cute.local_tile(s_amax[None, strip], (WORDS,), (group,)))
         cute.arch.sync_threads()
-        strips = self.format.block // STRIP  # of a block
+        strips = self.block // STRIP  # of a block
         begin = strip // strips * strips
         for s in cutlass.range_constexpr(strips):
             other = cute.make_rmem_tensor((WORDS,), Int32)
@@ -444,16 +478,16 @@ class QuantizeFormat(_Tiles):
         """The factors of this thread's columns; writes the scales of their blocks."""
         thread, _, _ = cute.arch.thread_idx()
         strip = thread // GROUPS
-        if const_expr(self.format.rule == "given"):
+        if const_expr(self.rule == "given"):
             columns = factors.shape[1]
             return [factors[expert, cutlass.min(vector * VECTOR + i, columns - 1)] for i in range(VECTOR)]
-        if const_expr(self.format.rule == "given by expert"):
+        if const_expr(self.rule == "given by expert"):
             return [factors[expert, 0]] * VECTOR
         found = self.of_columns(largest, smem)
-        tensor_encode = factors[expert, 0] if const_expr(self.format.rule == "two level") else None
+        tensor_encode = factors[expert, 0] if const_expr(self.rule == "two level") else None
         encode, stored = self.encode(found, self.rotated_dtype, tensor_encode)
-        strips = self.format.block // STRIP
-        block = tile * (TILE // self.format.block) + strip // strips
+        strips = self.block // STRIP
+        block = tile * (TILE // self.block) + strip // strips
         blocks, columns = cute.size(scale, mode=[2]), cute.size(scale, mode=[1])
         if strip % strips == 0 and block < blocks and vector * VECTOR < columns:
             for i in cutlass.range_constexpr(VECTOR):
@@ -467,7 +501,7 @@ class QuantizeFormat(_Tiles):
         """Both codes of blocks with as many rows as columns, which have the same scales."""
         thread, _, _ = cute.arch.thread_idx()
         strip = thread // GROUPS
-        size = self.format.block
+        size = self.block
         lanes, strips = size // VECTOR, size // STRIP
         found = self.of_columns(of_columns, smem)
         bits = found[0]
@@ -476,7 +510,7 @@ class QuantizeFormat(_Tiles):
         for step in cutlass.range_constexpr(lanes.bit_length() - 1):
             bits = cutlass.max(bits, cute.arch.shuffle_sync_bfly(bits, 1 << step))
         tensor_encode = None
-        if const_expr(self.format.rule == "two level"):
+        if const_expr(self.rule == "two level"):
             tensor_encode = factors[matrix]
         encode, stored = self.encode([bits] * VECTOR, self.dtype, tensor_encode)
         line, column = tile * (TILE // size) + strip // strips, vector // lanes
@@ -504,8 +538,8 @@ class QuantizeFormat(_Tiles):
         for i in cutlass.range_constexpr(VECTOR):
             scaled[i] = values[i] * factors[i]
         if const_expr(self.bits == 8):
-            codes = cute.make_rmem_tensor((VECTOR,), CODES[self.format.element])
-            codes.store(scaled.load().to(CODES[self.format.element]))
+            codes = cute.make_rmem_tensor((VECTOR,), CODES[self.element])
+            codes.store(scaled.load().to(CODES[self.element]))
             return cute.recast_tensor(codes, cutlass.Uint8)
         word = Int32(0)
         for i in cutlass.range_constexpr(VECTOR):

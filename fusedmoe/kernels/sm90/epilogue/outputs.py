@@ -26,6 +26,7 @@ from fusedmoe.kernels.device.codes import fp32_pair
 from fusedmoe.kernels.sm90.gemm.common import VALUES, Consumer
 from fusedmoe.kernels.sm90.gemm.scheduler import Tile
 from fusedmoe.kernels.sm90.tiles.config import EPILOGUE_COLUMNS
+from fusedmoe.numerics.activations import KINDS
 
 
 class Numbers(NamedTuple):
@@ -92,7 +93,7 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class Formula:
-    """Arithmetic of an epilogue. ``kind`` is an `Activation.kind`, or "" for none."""
+    """Arithmetic of an epilogue. ``kind`` is one of `KINDS`, or "" for none."""
 
     kind: str = ""
     clamped: bool = False
@@ -111,7 +112,7 @@ class Formula:
     @property
     def halves(self) -> int:
         """Boxes of the preactivation per box of the activation's result."""
-        return 1 if self.kind in ("", "squared_relu") else 2
+        return 2 if self.kind and KINDS[self.kind].gated else 1
 
     @property
     def parts(self) -> int:
@@ -210,11 +211,10 @@ class Forward(Formula):
             rounded = [gates, ups]
             gates, ups = [rounded[b][v] for b, v in order], [rounded[b][v + 1] for b, v in order]
             columns = [b * 16 + v + block.lane % 4 - v % 4 for b, v in order]
-        if self.halves == 1:
-            return Values([formulas.squared_relu(g) for g in gates], parts)
         constants = env.numbers[:3]
         pairs = zip(gates, ups, strict=True)
-        return Values([formulas.glu(self.kind, self.clamped, g, u, constants) for g, u in pairs], parts, columns)
+        results = [formulas.activation(self.kind, self.clamped, g, u, constants) for g, u in pairs]
+        return Values(results, parts, columns)
 
 
 @dataclass(frozen=True)
@@ -237,12 +237,8 @@ class Backward(Formula):
         results = []
         for v in range(VALUES):
             d, scale = block.acc[first + v], block.scales[v // 2 % 2] if self.scaled else None
-            if self.halves == 2:
-                g, u = x[0][v], x[1][v]
-                result = formulas.glu_backward(self.kind, self.clamped, d, g, u, env.numbers[:3], scale)
-            else:
-                result = formulas.squared_relu_backward(d, x[0][v], scale)
-            results.append(result)
+            g, u = x[0][v], x[-1][v]
+            results.append(formulas.derivative(self.kind, self.clamped, d, g, u, env.numbers[:3], scale))
         *values, scale_terms = zip(*results, strict=True)
         *gradients, again = [kernel.packed(list(r)) for r in values]
         return Values(again, gradients, scale_terms=scale_terms)

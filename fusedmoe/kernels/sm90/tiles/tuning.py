@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusedmoe.kernels.activation import Activation
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, candidates
+from fusedmoe.numerics.activations import KINDS, Activation
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.sm90.tiles.config import TileConfig
@@ -28,10 +28,7 @@ WARM_UP = 3  # untimed calls per candidate
 ACTIVATIONS = {
     "swiglu": Activation("swiglu"),
     "clamped_swiglu": Activation("swiglu", limit=7.0, alpha=1.702, offset=1.0),
-    "geglu_tanh": Activation("geglu_tanh"),
-    "geglu_erf": Activation("geglu_erf"),
-    "reglu": Activation("reglu"),
-    "squared_relu": Activation("squared_relu"),
+    **{kind: Activation(kind) for kind in KINDS},
 }
 
 
@@ -74,7 +71,7 @@ def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
     """Return the products of a training step of the MLP, with rows in order and, as a layer runs them, gathered."""
     activation = ACTIVATIONS[mlp.activation]
     h, i, n = mlp.hidden, mlp.intermediate, mlp.intermediate * (2 if activation.gated else 1)
-    heavy = functions.heavy(activation)
+    heavy = activation.heavy
 
     def product(title: str, family: Family, columns: int, depth: int, across: bool = False) -> Product:
         return Product(title, Problem(family, mlp.rows, mlp.experts, columns, depth, sms), across)
