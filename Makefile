@@ -1,10 +1,11 @@
 # The targets for developers and CI. `make` alone prints the list.
-# demo, test, test-all, lint, format and docs set up a virtual environment in .venv, again after a change of
+# demo, test, test-all, sass-diff, lint, format and docs set up a virtual environment in .venv, again after a change of
 # pyproject.toml.
 
 PYTHON ?= python3
 TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
 ARGS   ?=
+BASE   ?= HEAD
 # NVIDIA's kernels for Blackwell, whose tests need no GPU; for Linux only
 BLACKWELL := $(if $(filter Linux,$(shell uname -s)),nvidia-cudnn-frontend==1.32.*)
 
@@ -20,7 +21,7 @@ RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python)
 QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-all soak bench lint format docs clean
+.PHONY: help demo test test-gpu test-all sass-diff soak bench lint format docs clean
 
 help:  ## print this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3] [TORCH='torch==2.13.0']"
@@ -37,6 +38,9 @@ test-gpu:  ## the tests that need an NVIDIA GPU, with the installed packages
 
 test-all: $(READY)  ## every test, including slow ones
 	$(BIN)/python -m pytest tests $(ARGS)
+
+sass-diff: $(READY)  ## compare the machine code of every kernel with a revision's; BASE=main ARGS='--only sm90_ragged_k_*'
+	PYTHONPATH=tests $(BIN)/python -m kit.sass_diff '$(BASE)' $(ARGS)
 
 soak:  ## every Hopper kernel thousands of times, with the installed packages; ARGS='--only sm90_ragged_k_*'
 	$(RUN) -m benchmarks.soak $(ARGS)

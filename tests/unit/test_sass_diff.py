@@ -1,0 +1,297 @@
+"""The comparison of machine code of two trees: what counts as a difference, and what is compiled only once."""
+
+import inspect
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kit import sass_diff
+from kit.sass_diff import Code, Failed, Outcome, Side, Store, anonymous, compare, main, shown
+
+ONE, TWO, THREE = (bytes([number]) * 16 for number in (1, 2, 3))  # instructions
+SOURCES = Path(sass_diff.__file__).parents[2] / "fusedmoe"
+
+
+def code(*instructions, function="f", **others):
+    return several({function: instructions}, **others)
+
+
+def several(functions, shared=1024, launch="grid 1", info=b"\4\x2f", barriers=16):
+    """A cubin with these functions, a section that takes no space in the file, and a symbol table."""
+    sections = [(".symtab", 2, 0, "".join(functions).encode())]
+    for name, instructions in functions.items():
+        sections.append((f".text.{name}", 1, barriers << 20, b"".join(instructions)))
+        sections.append((f".nv.info.{name}", 0x70000000, 0, info))
+    sections.append((f".nv.shared.{name}", 8, 0, shared))
+    return Code(elf(sections), tuple(functions), launch)
+
+
+def elf(sections):
+    """A 64-bit ELF file. A section is a name, a type, flags, and its bytes; or their number, if the file has none."""
+    sections = [("", 0, 0, b""), *sections, (".shstrtab", 3, 0, b"")]
+    names = "".join(f"{name}\0" for name, *_ in sections).encode()
+    sections[-1] = (".shstrtab", 3, 0, names)
+    data, headers, at_name = b"", b"", 0
+    for name, type_, flags, content in sections:
+        size = content if isinstance(content, int) else len(content)
+        headers += struct.pack("<IIQQQQIIQQ", at_name, type_, flags, 0, 64 + len(data), size, 0, 0, 1, 0)
+        data += b"" if isinstance(content, int) else content
+        at_name += len(name) + 1
+    fields = 0, 0, 0, 0, 0, 64 + len(data), 0, 64, 0, 0, 64, len(sections), len(sections) - 1
+    return b"\x7fELF\x02".ljust(16, b"\0") + struct.pack("<HHIQQQIHHHHHH", *fields) + data + headers
+
+
+# -- what differs
+
+
+def test_the_same_instructions_do_not_differ():
+    assert compare(code(ONE, TWO), code(ONE, TWO)) is None
+
+
+def test_names_of_functions_do_not_count():
+    assert compare(code(ONE, TWO, function="f"), code(ONE, TWO, function="another")) is None
+    two = several({"f": [ONE], "g": [TWO]})
+    assert compare(two, several({"g": [ONE], "f": [TWO]})) is None  # by their order
+    assert compare(two, several({"f": [TWO], "g": [ONE]})).instructions == {0: 0, 1: 0}
+
+
+def test_the_first_instruction_that_differs_is_found():
+    found = compare(code(ONE, TWO, ONE), code(ONE, THREE, THREE))
+    assert (found.instructions, found.sections, found.launch_line) == ({0: 1}, (), None)
+    assert str(found) == "instructions"
+
+
+@pytest.mark.parametrize(("base", "here"), [((ONE,), (ONE, TWO)), ((ONE, TWO), (ONE,))])
+def test_an_instruction_more_or_less_differs(base, here):
+    assert compare(code(*base), code(*here)).instructions == {0: 1}
+
+
+def test_scheduling_bits_of_an_instruction_count():
+    later = TWO[:-1] + b"\0"
+    assert compare(code(ONE, TWO), code(ONE, later)).instructions == {0: 1}
+
+
+def test_what_the_driver_reads_counts():
+    assert compare(code(ONE), code(ONE, info=b"\4\x30")).sections == (".nv.info.0",)
+    assert compare(code(ONE), code(ONE, shared=2048)).sections == (".nv.shared.0",)
+    assert compare(code(ONE), code(ONE, barriers=8)).sections == (".text.0",)
+    assert ".text.1" in compare(code(ONE), several({"f": [ONE], "g": [TWO]})).sections
+
+
+def test_the_launch_counts():
+    found = compare(code(ONE, launch="block 128\ngrid 1"), code(ONE, launch="block 128\ngrid 2"))
+    assert found.launch_line == 1
+    assert str(found) == "host code of the launch"
+
+
+def test_a_cubin_with_another_function_is_an_error():
+    with pytest.raises(ValueError, match=r"a cubin has the functions \['f'\]: expected \['g'\]"):
+        _ = Code(code(ONE).cubin, ("g",), "").sections
+    with pytest.raises(ValueError, match=r"begins with b'\\x00': expected a 64-bit ELF file"):
+        _ = Code(b"\0", ("f",), "").sections
+
+
+def test_mlir_with_other_names_of_functions_is_the_same():
+    text = 'cuda.kernel @{0}_1(%a) cuda.kernel @{0}_10(%a) func.func @{1}(%b) cute.print("kernel @{0}_10")'
+    ours, others = text.format("sums", "launch"), text.format("sums_of_rows", "begin")
+    one = anonymous(ours, [*sass_diff.DEVICE.findall(ours), *sass_diff.HOST.findall(ours)])
+    assert one == anonymous(others, [*sass_diff.DEVICE.findall(others), *sass_diff.HOST.findall(others)])
+    assert "sums" not in one
+
+
+def test_a_kernel_that_one_side_lacks_or_cannot_compile_differs(tmp_path):
+    stores = Store(tmp_path), Store(tmp_path)
+    assert shown(Outcome("k", "key", "key"), stores) == ""
+    assert shown(Outcome("k", None, "key"), stores) == "k: only here"
+    assert shown(Outcome("k", "key", None), stores) == "k: only in base"
+    assert shown(Outcome("k", "key", Failed("TypeError: none")), stores) == "k: does not compile here: TypeError: none"
+
+
+# -- what is kept
+
+
+def test_the_store_keeps_code(tmp_path):
+    store = Store(tmp_path)
+    assert not store.has("key")
+    store.keep_code("key", code(ONE, TWO))
+    assert store.has("key")
+    assert store.code("key") == code(ONE, TWO)
+
+
+def test_the_store_keeps_the_keys_of_a_tree(tmp_path):
+    store = Store(tmp_path)
+    assert store.keys("tree", "sm_90a") is None
+    store.keep_code("key", code(ONE))
+    store.keep_keys("tree", "sm_90a", {"k": "key", "removed": "another", "new": None})
+    assert store.keys("tree", "sm_90a") == {"k": "key", "removed": None, "new": None}
+    assert store.keys("tree", "sm_100a") is None
+
+
+def test_unused_files_are_removed(tmp_path):
+    store = Store(tmp_path)
+    for key in ("old", "used"):
+        store.keep_code(key, code(ONE))
+        long_ago = time.time() - 2 * sass_diff.UNUSED_SECONDS
+        os.utime(store.kernel_file(key), (long_ago, long_ago))
+    assert store.has("used")
+    store.remove_unused()
+    assert store.has("used")
+    assert not store.has("old")
+
+
+def test_the_cache_is_beside_that_of_kernels(monkeypatch, tmp_path):
+    monkeypatch.setattr(sass_diff, "compiler", lambda: "compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FUSEDMOE_CACHE_DIR", raising=False)
+    assert sass_diff.cache_folder() == tmp_path / "fusedmoe" / "sass_diff" / "compiler"
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "here"))
+    assert sass_diff.cache_folder() == tmp_path / "here" / "sass_diff" / "compiler"
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0")
+    assert sass_diff.cache_folder() is None
+
+
+# -- two trees
+
+
+def git(folder, *arguments):
+    identity = "-c", "user.name=test", "-c", "user.email=test@example.com"
+    ran = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return ran.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with a file of fusedmoe and a file that git ignores."""
+    if shutil.which("git") is None:
+        pytest.skip("no git")
+    root = tmp_path / "repository"
+    (root / "fusedmoe").mkdir(parents=True)
+    (root / "fusedmoe" / "tracked.py").write_text("one = 1\n")
+    (root / ".gitignore").write_text("*.pyc\n")
+    git(root, "init", "--quiet")
+    commit(root)
+    return root
+
+
+def commit(root):
+    git(root, "add", "--all")
+    git(root, "commit", "--quiet", "--message", "a revision")
+
+
+def test_the_tree_of_the_files_is_that_of_their_commit(repository, tmp_path):
+    (tmp_path / "scratch").mkdir()
+    (repository / "fusedmoe" / "new.py").write_text("two = 2\n")
+    (repository / "fusedmoe" / "new.pyc").write_text("")
+    before = git(repository, "count-objects"), git(repository, "status", "--short")
+    here = sass_diff.working_tree(repository, tmp_path / "scratch")
+    assert (git(repository, "count-objects"), git(repository, "status", "--short")) == before
+    here.extract(tmp_path / "extracted")
+    found = {file.name: file.read_text() for file in (tmp_path / "extracted" / "fusedmoe").iterdir()}
+    assert found == {"tracked.py": "one = 1\n", "new.py": "two = 2\n"}
+    assert here.tree != sass_diff.revision(repository, "HEAD").tree
+    commit(repository)
+    assert here.tree == sass_diff.revision(repository, "HEAD").tree
+
+
+def test_equal_trees_are_not_compiled(repository, monkeypatch, capsys):
+    monkeypatch.setattr(sass_diff, "complete", None)
+    assert main(["HEAD"], repository) == 0
+    assert "fusedmoe/ is the same in base" in capsys.readouterr().out
+
+
+def test_an_unknown_revision_is_an_error(repository, capsys):
+    assert main(["no-such-revision"], repository) == 2
+    assert "no-such-revision" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--jobs", "0"], "expected a number from 1, got '0'"),
+        (["--renamed", "x"], "expected OLD=NEW, got 'x'"),
+        (["--renamed", "(=x"], "'(' is no regular expression"),
+    ],
+)
+def test_a_wrong_option_is_an_error(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["HEAD", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_kernels_are_found_in_either_layout(tmp_path, monkeypatch):
+    folder = tmp_path / "toy_kernels"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "shipped.py").write_text("import types\ndef shipped(arch): return [types.SimpleNamespace(symbol=arch)]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sass_diff, "SHIPPED", ("toy_kernels.build.shipped", "toy_kernels.shipped"))
+    assert list(sass_diff.kernels.__wrapped__("sm_90a")) == ["sm_90a"]
+    monkeypatch.setattr(sass_diff, "SHIPPED", ("toy_kernels.build.shipped",))
+    with pytest.raises(ModuleNotFoundError, match=r"expected it in toy_kernels\.build\.shipped"):
+        sass_diff.kernels.__wrapped__("sm_90a")
+
+
+def test_an_error_of_the_list_is_reported(tmp_path):
+    (tmp_path / "fusedmoe").mkdir()
+    (tmp_path / "fusedmoe" / "__init__.py").write_text("")
+    side = Side("base", "tree", tmp_path)
+    with pytest.raises(sass_diff.UnableError, match=r"base, list of the kernels for sm_90a: .* expected it in"):
+        sass_diff.complete({"sm_90a": None}, tmp_path, side, bool, Store(tmp_path / "store"), 1)
+
+
+@pytest.fixture
+def tools():
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
+    for name in ("nvdisasm", "cuobjdump"):
+        try:
+            sass_diff.tool(name)
+        except sass_diff.UnableError as error:
+            pytest.skip(str(error))
+
+
+def edited(file, old, new):
+    text = file.read_text()
+    assert text.count(old) == 1
+    file.write_text(text.replace(old, new))
+
+
+@pytest.mark.usefixtures("tools")
+def test_an_edit_of_arithmetic_is_found_and_a_comment_is_not(repository, monkeypatch, capsys, tmp_path):
+    """Two kernels of one file: the lines of both move, and the values of one of them change."""
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "cache"))
+    shutil.copytree(SOURCES, repository / "fusedmoe", dirs_exist_ok=True)
+    commit(repository)
+    sums = sass_diff.kernels("sm_90a")["sm90_sum_parts1_fp32"]
+    file = repository / Path(inspect.getsourcefile(type(sums))).relative_to(SOURCES.parent)
+    edited(file, "total.load() + one.load()", "total.load() - one.load()")
+    edited(file, "import cutlass\n", "import cutlass  # a comment\n\n# and another one\n")
+
+    arguments = "HEAD", "--arch", "sm_90a", "--only", "sm90_*parts[1_]*fp32*", "--jobs", "1"
+    assert main(arguments, repository) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "sm_90a sm90_sum_parts1_fp32: instructions"
+    assert said[1].startswith("    instructions ")
+    assert said[2].startswith("    base: instruction ")
+    assert said[3].startswith("    here: instruction ")
+    base, here = (line.split()[4:] for line in said[2:4])
+    assert base[0] == here[0] == "FADD"
+    assert base != here
+    assert said[4].startswith("2 kernels in base")
+    assert "1 differ" in said[4]
+
+    monkeypatch.setattr(sass_diff, "complete", None)  # nothing is compiled again
+    assert main(arguments, repository) == 1
+    assert capsys.readouterr().out.splitlines()[:4] == said[:4]
+
+
+def test_the_command_runs_alone():
+    """As `make sass-diff` runs it."""
+    variables = {**os.environ, "PYTHONPATH": "tests"}
+    command = [sys.executable, "-m", "kit.sass_diff", "--help"]
+    ran = subprocess.run(command, cwd=SOURCES.parent, env=variables, capture_output=True, text=True, check=True)
+    assert "--renamed OLD=NEW" in ran.stdout
