@@ -15,7 +15,7 @@ AHEAD_CYCLES = 60_000_000  # about 30 ms: the host enqueues the whole call, so t
 
 # The first pattern in a kernel's name, or in the result of `short`, gives its group. "router" also has the
 # places of the rows. The two products of a router's backward pass are in "products": their kernels are the experts'.
-_OUR_ROUTER = r"(?<![A-Za-z])(Route|Choose|Promoted|Parts|SumParts)"
+_OUR_ROUTER = r"(?<![A-Za-z])(Route|Choose|Promoted|Parts|SumParts)|operandsPromoted"
 GROUPS = (
     ("router", re.compile(_OUR_ROUTER + r"|sgemm|Router|[Ll]ogits|Scores|[Tt]op_?[Kk]|[Ss]oft_?[Mm]ax")),
     ("products", re.compile(r"Ragged[MK]|[Gg]emm|nvjet|cutlass::|[Xx]mma")),
@@ -23,7 +23,7 @@ GROUPS = (
     ("gathers", re.compile(r"[Gg]ather|[Ii]ndex|[Ss]catter")),
 )
 OTHER = "other"
-_OURS = re.compile(r"kernel_cutlass_([a-z_]+)_([A-Z][A-Za-z]*?)(?=arch|dtype|_|$)")
+_OURS = re.compile(r"kernel_cutlass_([a-z_]+)_([A-Z][A-Za-z]*?)(?:operands([A-Za-z]+?))?(?=arch|dtype|_|$)")
 _NAME_LENGTH = 80
 
 
@@ -66,9 +66,12 @@ def by_group(times: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def short(name: str) -> str:
-    """Return the class and method of a kernel of ours, or the beginning of another kernel's name."""
+    """Return the class and method of a kernel of ours, after its operands if they are not plain, or the beginning of
+    another kernel's name.
+    """
     if found := _OURS.search(name):
-        return f"{found[2]}.{found[1]}"
+        operands = "" if found[3] in (None, "Plain") else found[3]
+        return f"{operands}{found[2]}.{found[1]}"
     return name[:_NAME_LENGTH]
 
 

@@ -47,30 +47,30 @@ FORMATS = {
 def built(build_ahead):
     from fusedmoe.kernels.sm90.epilogue.derivative_codes import (
         DerivativeCodes,
-        DerivativeCodesRaggedM,
         derivative_codes,
     )
     from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
     from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
-    from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
+    from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
-    kernels = [BlockScaledRaggedM(d, c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
+    kernels = [RaggedM(BlockScaledRows(d), c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
     of_format = [None, *(RowCodes(f.element.name, f.rule is ScaleRule.POWER_OF_TWO) for f in FORMATS.values())]
     for name, keep, codes in itertools.product((*GATED, "squared_relu"), (True, False), of_format[:2]):
         a = ACTIVATIONS[name]
         epilogue = activation(a.kind, clamped=a.limit is not None, keep=keep, result=codes)
-        kernels += [BlockScaledRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
+        kernels += [RaggedM(BlockScaledRows("e4m3"), c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
     for codes in of_format[2:]:
         epilogue = activation("swiglu", keep=True, result=codes)
-        kernels += [BlockScaledRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
+        kernels += [RaggedM(BlockScaledRows("e4m3"), c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
     for a, gradient in itertools.product(ACTIVATIONS.values(), (True, False)):
         shape = {"clamped": a.limit is not None, "interleaved": a.interleaved}
         epilogue = derivative(a.kind, **shape, keep=True, row_scale=gradient)
-        kernels += [BlockScaledRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative"]]
+        kernels += [RaggedM(BlockScaledRows("e4m3"), c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative"]]
     for name, gradient in itertools.product((*GATED, "squared_relu"), (True, False)):
         a = ACTIVATIONS[name]
         epilogue = derivative_codes(a.kind, DerivativeCodes(), clamped=a.limit is not None, row_scale=gradient)
-        kernels += [DerivativeCodesRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative_codes"]]
+        kernels += [RaggedM(BlockScaledRows("e4m3"), c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative_codes"]]
     build_ahead(kernels)
 
 

@@ -28,21 +28,23 @@ BF16, FP32, CODES = fp8.BF16, fp8.FP32, fp8.CODES
 def built(build_ahead):
     from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
     from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
-    from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+    from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 
-    kernels = [TensorScaledRaggedM(d, c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
+    kernels = [RaggedM(TensorScaled(d), c, epilogue=PLAIN) for d in CODES for c in CANDIDATES["fp8_plain"]]
     results = (None, CodesByExpert())
     for name, keep, result in itertools.product((*fp8.GATED, "squared_relu"), (True, False), results):
         a = ACTIVATIONS[name]
         epilogue = activation(a.kind, clamped=a.limit is not None, keep=keep, result=result)
-        kernels += [TensorScaledRaggedM("e4m3", c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
+        kernels += [RaggedM(TensorScaled("e4m3"), c, epilogue=epilogue) for c in CANDIDATES["fp8_activation"]]
     for a, gradient in itertools.product(ACTIVATIONS.values(), (True, False)):
         shape = {"clamped": a.limit is not None, "interleaved": a.interleaved}
         epilogue = derivative(a.kind, **shape, keep=True, row_scale=gradient)
-        kernels += [TensorScaledRaggedM("e5m2", c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative"]]
+        kernels += [RaggedM(TensorScaled("e5m2"), c, epilogue=epilogue) for c in CANDIDATES["fp8_derivative"]]
     outputs = ({"out": "bf16"}, {"out": "fp32"}, {"out": "fp32", "accumulate": True})
     each = itertools.product(CODES, CANDIDATES["fp8_wgrad"], outputs)
-    build_ahead([*kernels, *(TensorScaledRaggedK(dtype, config, **output) for dtype, config, output in each)])
+    build_ahead([*kernels, *(RaggedK(TensorScaled(dtype), config, **output) for dtype, config, output in each)])
 
 
 @pytest.fixture(autouse=True)

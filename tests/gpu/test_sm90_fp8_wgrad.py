@@ -33,11 +33,12 @@ N, K = 144, 272  # a tile of 128 and a bit, one of 256 and a bit
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
+    from fusedmoe.kernels.sm90.gemm.block_scales_k import BlockScaledColumns
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 
     outputs = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
     each = itertools.product(CODES, CANDIDATES["fp8_wgrad"], outputs)
-    build_ahead([BlockScaledRaggedK(dtype, config, **output) for dtype, config, output in each])
+    build_ahead([RaggedK(BlockScaledColumns(dtype), config, **output) for dtype, config, output in each])
 
 
 @pytest.fixture(autouse=True)

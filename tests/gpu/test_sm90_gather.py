@@ -46,6 +46,7 @@ DERIVATIVES = ("swiglu", "gpt-oss", "geglu_tanh", "squared_relu")
 def kernels():
     """The kernels of this file, with gathered rows and without."""
     from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
     from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     wanted = [
@@ -64,7 +65,7 @@ def kernels():
             config = PP_128 if a.heavy else PP_192
             wanted.append(("bf16", config, "n", derivative(a.kind, **what, row_scale=True)))
     return [
-        RaggedM(dtype, config, b_major=major, epilogue=epilogue, gather=gather)
+        RaggedM(Plain(dtype), config, b_major=major, epilogue=epilogue, gather=gather)
         for (dtype, config, major, epilogue), gather in itertools.product(wanted, (False, True))
     ]
 

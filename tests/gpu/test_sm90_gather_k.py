@@ -32,6 +32,7 @@ of_configs = pytest.mark.parametrize(("gathered", "config"), CONFIGS, ids=lambda
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
     from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 
     variants = [(config, OPERAND[gathered], "bf16", "bf16", False) for gathered, config in CONFIGS]
@@ -42,7 +43,7 @@ def built(build_ahead):
         variants += [(config, OPERAND[gathered], dtype, "fp32", False) for dtype in ("bf16", "fp16")]
         variants.append((config, OPERAND[gathered], "fp16", "fp16", False))
     build_ahead(
-        RaggedK(dtype, config, out=out, accumulate=add, gathered=operand)
+        RaggedK(Plain(dtype), config, out=out, accumulate=add, gathered=operand)
         for config, gathered, dtype, out, add in variants
         for operand in (gathered, None)
     )

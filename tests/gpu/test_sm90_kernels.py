@@ -54,6 +54,7 @@ def named(*arguments):
 def not_shipped():
     """Kernels that tests here want besides the shipped ones."""
     from fusedmoe.kernels.sm90.epilogue.outputs import activation, derivative
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
     from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     def swiglu(clamped=False, interleaved=True, keep=True):
@@ -78,7 +79,7 @@ def not_shipped():
         ("n", PP_128, swiglu(True, interleaved=False)),
         ("n", PP_128, activation("geglu_tanh", keep=True)),
     ]
-    kernels = [RaggedM("bf16", config, b_major=major, epilogue=epilogue) for major, config, epilogue in wanted]
+    kernels = [RaggedM(Plain("bf16"), config, b_major=major, epilogue=epilogue) for major, config, epilogue in wanted]
     return [kernel for kernel in kernels if kernel not in shipped.shipped("sm_90a")]
 
 

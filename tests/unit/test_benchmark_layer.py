@@ -258,13 +258,13 @@ def test_the_longest_kernels_are_printed():
 def test_kernels_are_grouped_by_name():
     ours = "kernel_cutlass_kernel_{}_tensorptrbf16_gmem_align16_o"
     for name, group, short in (
-        (ours.format("RaggedMdtypebf16_configTileConfigtile_m128"), "products", "RaggedM.kernel"),
+        (ours.format("RaggedMoperandsPlaindtypebf16_configTile"), "products", "RaggedM.kernel"),
         (ours.format("SumSlotsarchsm_90a_dtypebf16"), "sums over slots", "SumSlots.kernel"),
         (ours.format("SumOnFewSmsarchsm_90a_dtypebf16"), "sums over slots", "SumOnFewSms.kernel"),
         (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
         (ours.format("ChooseBackwardarchsm_90a"), "router", "ChooseBackward.kernel"),
-        (ours.format("PromotedRaggedMdtypebf16_configTileConfig"), "router", "PromotedRaggedM.kernel"),
-        (ours.format("PromotedRaggedKdtypebf16_configTileConfig"), "router", "PromotedRaggedK.kernel"),
+        (ours.format("RaggedMoperandsPromoteddtypebf16_config"), "router", "PromotedRaggedM.kernel"),
+        (ours.format("RaggedKoperandsPromoteddtypebf16_config"), "router", "PromotedRaggedK.kernel"),
         (ours.format("Partsarchsm_90a_dtypebf16"), "router", "Parts.kernel"),
         (ours.format("SumPartsarchsm_90a_outbf16"), "router", "SumParts.kernel"),
         ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),

@@ -37,7 +37,7 @@ from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
-from fusedmoe.kernels.sm90.gemm import block_scaled
+from fusedmoe.kernels.sm90.gemm import scaled
 from fusedmoe.kernels.sm90.gemm import scheduler as scheduler
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 
@@ -407,7 +407,7 @@ def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles)
 @pytest.mark.usefixtures("late_copies")
 @pytest.mark.parametrize("product", ["wgrad", slow("plain")])
 def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
-    monkeypatch.setattr(block_scaled, "one_after", lambda *values: Int32(1))
+    monkeypatch.setattr(scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":
         monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: CO_256)
         case = fp8_wgrad.Problem((1000,))

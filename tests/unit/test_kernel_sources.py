@@ -19,7 +19,8 @@ def test_parts_in_fields_count():
     plain = sources("sm90_ragged_m_bf16_bk_plain_")
     assert plain == {
         "device.codes", "device.formulas", "device.gather", "device.warps", "sm90.epilogue.outputs", "sm90.gemm.common",
-        "sm90.gemm.ragged_m", "sm90.gemm.scheduler", "sm90.tiles.config", "fusedmoe.numerics.activations",
+        "sm90.gemm.operands", "sm90.gemm.ragged_m", "sm90.gemm.scheduler", "sm90.tiles.config", "sm90.tiles.legal",
+        "fusedmoe.numerics.activations",
     }  # fmt: skip
 
 

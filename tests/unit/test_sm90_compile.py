@@ -28,8 +28,8 @@ from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.build.cache_key import key
 from fusedmoe.kernels.build.compiler import SYMBOL
 from fusedmoe.kernels.sm90.epilogue.outputs import Backward, activation, derivative
-from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaled
 from fusedmoe.kernels.sm90.gemm.common import MATH_WARPGROUPS, Gemm
+from fusedmoe.kernels.sm90.gemm.operands import Plain
 from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.gemm.scheduler import RING_STAGES, SLOT
@@ -39,18 +39,21 @@ from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileCo
 SHIPPED = [
     kernel
     for kernel in shipped.shipped("sm_90a")
-    if isinstance(kernel, (RaggedM, RaggedK)) and not isinstance(kernel, BlockScaled)  # those have tests of their own
+    if isinstance(kernel, (RaggedM, RaggedK)) and not kernel.operands.scaled  # those have tests of their own
 ]
 FAMILIES = [family for family in CANDIDATES if not family.startswith("fp8")]
 GPT_OSS_BACKWARD = derivative("swiglu", clamped=True, interleaved=True, keep=True, row_scale=True)
 GEGLU_BACKWARD = derivative("geglu_tanh", keep=True, row_scale=True)
 NOT_SHIPPED = [  # what `choose` may pick besides
-    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
-    *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
-    RaggedM("bf16", CO_256, epilogue=activation("swiglu", clamped=True, interleaved=True, keep=True)),
+    *(RaggedM(Plain("bf16"), c, b_major="n", epilogue=GPT_OSS_BACKWARD) for c in CANDIDATES["derivative"]),
+    *(RaggedM(Plain("bf16"), c, b_major="n", epilogue=GEGLU_BACKWARD) for c in CANDIDATES["heavy_derivative"]),
+    RaggedM(Plain("bf16"), CO_256, epilogue=activation("swiglu", clamped=True, interleaved=True, keep=True)),
     *(replace(k, gather=True) for k in SHIPPED if isinstance(k, RaggedM)),
-    *(RaggedM("bf16", c, b_major="n", epilogue=GPT_OSS_BACKWARD, gather=True) for c in CANDIDATES["derivative"]),
-    *(RaggedM("bf16", c, b_major="n", epilogue=GEGLU_BACKWARD, gather=True) for c in CANDIDATES["heavy_derivative"]),
+    *(RaggedM(Plain("bf16"), c, b_major="n", epilogue=GPT_OSS_BACKWARD, gather=True) for c in CANDIDATES["derivative"]),
+    *(
+        RaggedM(Plain("bf16"), c, b_major="n", epilogue=GEGLU_BACKWARD, gather=True)
+        for c in CANDIDATES["heavy_derivative"]
+    ),
 ]
 KERNELS = {kernel.symbol: kernel for kernel in (*SHIPPED, *NOT_SHIPPED)}
 
@@ -163,7 +166,7 @@ def check_fp8_product(kernel, most_instructions):
     assert len(report.opcodes) <= most_instructions
     waves = kernel.config.tile_m * kernel.config.tile_n // (2 * 64 * 128)  # of a warpgroup, for each stage
     assert waves
-    assert report.starting("QGMMA") == [f"QGMMA.64x128x32.F32.{kernel.dtype.upper()}.E4M3"] * (4 * waves)
+    assert report.starting("QGMMA") == [f"QGMMA.64x128x32.F32.{kernel.operands.dtype.upper()}.E4M3"] * (4 * waves)
     assert len(report.starting("WARPGROUP.DEPBAR")) == 2 * waves  # ptxas adds more if it serializes the products
     return report
 
@@ -225,23 +228,23 @@ def test_fits_an_sm_with_a_deep_enough_ring(kernel):
 
 def test_ragged_rows_take_clusters_of_two_row_tiles():
     with pytest.raises(ValueError, match="two row tiles, got 256x128co_c12"):
-        RaggedM("bf16", CO_256_TALL)
+        RaggedM(Plain("bf16"), CO_256_TALL)
 
 
 def test_gate_and_up_side_by_side_take_tiles_of_whole_loads():
     with pytest.raises(ValueError, match="64 columns at a time, got 128x192pp_c21"):
-        RaggedM("bf16", PP_192, b_major="n", epilogue=activation("swiglu"))
+        RaggedM(Plain("bf16"), PP_192, b_major="n", epilogue=activation("swiglu"))
 
 
 @pytest.mark.parametrize(("config", "gathered"), [(PP_192, "b"), (PP_192_TALL, "a")])
 def test_a_cluster_cannot_share_a_gathered_operand(config, gathered):
     with pytest.raises(ValueError, match=f"share {gathered}, which is gathered, got {config.name}"):
-        RaggedK("bf16", config, gathered=gathered)
+        RaggedK(Plain("bf16"), config, gathered=gathered)
 
 
 def test_warps_that_gather_have_equal_shares_of_whole_warps():
     with pytest.raises(ValueError, match=r"4 warps gather .* 32 rows or a multiple, got 64x192co_c21"):
-        RaggedM("bf16", TileConfig(64, 192, 2, 1, pingpong=False), gather=True)
+        RaggedM(Plain("bf16"), TileConfig(64, 192, 2, 1, pingpong=False), gather=True)
 
 
 def test_symbols_tell_the_kernels_apart():
@@ -261,7 +264,7 @@ def test_products_of_gathered_rows_are_shipped():
         "derivative": [derivative("swiglu", keep=True, row_scale=True)],
     }
     wanted = {
-        RaggedM("bf16", config, b_major="n" if family == "derivative" else "k", epilogue=epilogue, gather=True)
+        RaggedM(Plain("bf16"), config, b_major="n" if family == "derivative" else "k", epilogue=epilogue, gather=True)
         for family, some in epilogues.items()
         for config in CANDIDATES[family]
         for epilogue in some

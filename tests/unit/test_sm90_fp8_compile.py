@@ -9,10 +9,11 @@ pytest.importorskip("cutlass")
 from test_sm90_compile import check_fp8_product
 
 from fusedmoe.kernels.build.shipped import shipped
-from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
+from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, derivative_codes
 from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, Backward, Epilogue, activation, derivative
 from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
-from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
+from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows
+from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS, PP_128
 from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
@@ -23,18 +24,18 @@ KINDS = ("swiglu", "geglu_tanh", "geglu_erf", "reglu", "squared_relu")
 def products():
     """All kernels that `choose` may pick, except for formats of results and clamped kinds other than SwiGLU."""
     for dtype, config in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_plain"]):
-        yield BlockScaledRaggedM(dtype, config, epilogue=PLAIN)
+        yield RaggedM(BlockScaledRows(dtype), config, epilogue=PLAIN)
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
         for kind, clamped in (*((kind, False) for kind in KINDS), ("swiglu", True)):
-            yield BlockScaledRaggedM(
-                "e4m3", config, epilogue=activation(kind, clamped=clamped, keep=keep, result=codes)
-            )
+            epilogue = activation(kind, clamped=clamped, keep=keep, result=codes)
+            yield RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue)
     for codes in (RowCodes("e5m2"), RowCodes(power_of_two=False)):
-        yield BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=codes))
+        yield RaggedM(BlockScaledRows("e4m3"), CO_256, epilogue=activation("swiglu", keep=True, result=codes))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         for kind, shape in (*((kind, {}) for kind in KINDS), ("swiglu", {"clamped": True, "interleaved": True})):
-            yield BlockScaledRaggedM("e4m3", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
-    yield BlockScaledRaggedM("e5m2", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True))
+            epilogue = derivative(kind, keep=keep, row_scale=scaled, **shape)
+            yield RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue)
+    yield RaggedM(BlockScaledRows("e5m2"), CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True))
 
     for config, kind, row_scale in itertools.product(CANDIDATES["fp8_derivative_codes"], KINDS, (True, False)):
         yield with_codes(config, kind, DerivativeCodes(), row_scale=row_scale)
@@ -46,14 +47,14 @@ def products():
 
 
 def with_codes(config, kind, codes, *, dtype="e4m3", **shape):
-    return DerivativeCodesRaggedM(dtype, config, epilogue=derivative_codes(kind, codes, **shape))
+    return RaggedM(BlockScaledRows(dtype), config, epilogue=derivative_codes(kind, codes, **shape))
 
 
 KERNELS = list(products())
 COVERING = [
-    BlockScaledRaggedM("e5m2", CO_256, epilogue=PLAIN),
-    BlockScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
-    BlockScaledRaggedM("e4m3", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+    RaggedM(BlockScaledRows("e5m2"), CO_256, epilogue=PLAIN),
+    RaggedM(BlockScaledRows("e4m3"), CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
+    RaggedM(BlockScaledRows("e4m3"), CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
     with_codes(CO_256_ROWS, "geglu_erf", DerivativeCodes(), row_scale=True),
 ]
 # The derivative of 256 x 128 elements is unrolled: twice as long as that of 128 x 128. See `choice.CANDIDATES` for the
@@ -72,10 +73,10 @@ def test_compiles_for_hopper(kernel):
     assert not report.starting("HGMMA")
     assert not report.starting("F2F.")  # conversions of single values are slow
     rounded = [opcode for opcode in report.opcodes if ".SATFINITE.E" in opcode]  # two values to codes at once
-    if isinstance(kernel, DerivativeCodesRaggedM):
+    if kernel.blocks is not None:
         # 128 x 128 values of a warpgroup: by columns in a loop of four steps, by rows after it
-        of_value, halves = 128 * 128 // 128 // 2, kernel.epilogue.formula.halves
-        assert len(rounded) == of_value * (kernel.forms / 4 + kernel.codes.rows * halves)
+        of_value, formula = 128 * 128 // 128 // 2, kernel.epilogue.formula
+        assert len(rounded) == of_value * (kernel.blocks.forms(formula) / 4 + kernel.blocks.rows * formula.halves)
         return
     config, per_thread = kernel.config, 64 * 128 // 128
     with_codes = any(isinstance(output, RowCodes) for output in kernel.epilogue.outputs)
@@ -94,11 +95,11 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_every_candidate_is_shipped():
-    wanted = {BlockScaledRaggedM("e4m3", config, epilogue=PLAIN) for config in CANDIDATES["fp8_plain"]}
+    wanted = {RaggedM(BlockScaledRows("e4m3"), config, epilogue=PLAIN) for config in CANDIDATES["fp8_plain"]}
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
-        wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
+        wanted.add(RaggedM(BlockScaledRows("e4m3"), config, epilogue=activation("swiglu", keep=keep, result=codes)))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
-        wanted.add(BlockScaledRaggedM("e4m3", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
+        wanted.add(RaggedM(BlockScaledRows("e4m3"), config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
     for config, scaled in itertools.product(CANDIDATES["fp8_derivative_codes"], (True, False)):
         wanted.add(with_codes(config, "swiglu", DerivativeCodes(), row_scale=scaled))
     assert len(wanted) == 2 + 4 + 8 + 2
@@ -116,7 +117,7 @@ def test_every_candidate_is_shipped():
 )
 def test_tiles_are_cooperative_and_have_whole_blocks(config, epilogue, most):
     with pytest.raises(ValueError, match=rf"tiles of a multiple of {most} columns, got .* and {config.name}"):
-        BlockScaledRaggedM("e4m3", config, epilogue=epilogue)
+        RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +126,9 @@ def test_tiles_are_cooperative_and_have_whole_blocks(config, epilogue, most):
 def test_a_warpgroup_has_whole_blocks_of_columns(config, interleaved):
     epilogue = Epilogue(Backward("swiglu", False, interleaved), (DerivativeCodes(),))
     with pytest.raises(ValueError, match=rf"expected \[gate \| up\] and tiles of 256 x 128, got .* and {config.name}"):
-        DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue)
+        RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue)
 
 
 def test_weights_have_unit_stride_along_k():
     with pytest.raises(ValueError, match=r"expected a K-major weight .* got b_major 'n'"):
-        BlockScaledRaggedM("e4m3", CO_256, b_major="n", epilogue=PLAIN)
+        RaggedM(BlockScaledRows("e4m3"), CO_256, b_major="n", epilogue=PLAIN)

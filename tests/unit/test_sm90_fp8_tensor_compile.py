@@ -13,7 +13,9 @@ from fusedmoe.kernels.rows.quantize.amax_history import IN_FLIGHT, WARPS, Update
 from fusedmoe.kernels.rows.quantize.transpose_rows import TransposeRows
 from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
 from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, activation, derivative
-from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
 from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES
 
@@ -24,27 +26,27 @@ CODES = CodesByExpert()
 def products():
     """All kernels that `choose` may pick, except for clamped kinds other than SwiGLU."""
     for dtype, config in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_plain"]):
-        yield TensorScaledRaggedM(dtype, config, epilogue=PLAIN)
+        yield RaggedM(TensorScaled(dtype), config, epilogue=PLAIN)
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
         for kind, clamped in (*((kind, False) for kind in KINDS), ("swiglu", True)):
             epilogue = activation(kind, clamped=clamped, keep=keep, result=codes)
-            yield TensorScaledRaggedM("e4m3", config, epilogue=epilogue)
-    yield TensorScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CodesByExpert("e5m2")))
+            yield RaggedM(TensorScaled("e4m3"), config, epilogue=epilogue)
+    yield RaggedM(TensorScaled("e4m3"), CO_256, epilogue=activation("swiglu", keep=True, result=CodesByExpert("e5m2")))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         for kind, shape in (*((kind, {}) for kind in KINDS), ("swiglu", {"clamped": True, "interleaved": True})):
-            yield TensorScaledRaggedM("e5m2", config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
+            yield RaggedM(TensorScaled("e5m2"), config, epilogue=derivative(kind, keep=keep, row_scale=scaled, **shape))
     outputs = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
     for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], outputs):
-        yield TensorScaledRaggedK(dtype, config, **output)
+        yield RaggedK(TensorScaled(dtype), config, **output)
 
 
 KERNELS = list(products())
 COVERING = [
-    TensorScaledRaggedM("e4m3", CO_256, epilogue=PLAIN),
-    TensorScaledRaggedM("e4m3", CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
-    TensorScaledRaggedM("e5m2", CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
-    TensorScaledRaggedK("e5m2", CO_256),
-    TensorScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
+    RaggedM(TensorScaled("e4m3"), CO_256, epilogue=PLAIN),
+    RaggedM(TensorScaled("e4m3"), CO_256, epilogue=activation("swiglu", keep=True, result=CODES)),
+    RaggedM(TensorScaled("e5m2"), CO_256_ROWS, epilogue=derivative("swiglu", keep=True, row_scale=True)),
+    RaggedK(TensorScaled("e5m2"), CO_256),
+    RaggedK(TensorScaled("e5m2"), CO_256_TALL, out="fp32", accumulate=True),
 ]
 MOST_INSTRUCTIONS, OF_HEAVY = 6700, {"geglu_tanh": 7400, "geglu_erf": 8700}  # as of those with block scales
 
@@ -55,7 +57,7 @@ MOST_INSTRUCTIONS, OF_HEAVY = 6700, {"geglu_tanh": 7400, "geglu_erf": 8700}  # a
     ids=lambda k: k.symbol,
 )
 def test_compiles_for_hopper(kernel):
-    of_rows = isinstance(kernel, TensorScaledRaggedM)
+    of_rows = isinstance(kernel, RaggedM)
     kind = kernel.epilogue.formula.kind if of_rows else ""
     report = check_fp8_product(kernel, OF_HEAVY.get(kind, MOST_INSTRUCTIONS))
     code = report.opcodes
@@ -74,7 +76,7 @@ def test_compiles_for_hopper(kernel):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.symbol)
 def test_fits_an_sm_with_a_deep_enough_ring(kernel):
     assert kernel.smem_bytes + BARRIER_BYTES <= SMEM_BYTES
-    derived = isinstance(kernel, TensorScaledRaggedM) and kernel.epilogue.formula.derivative
+    derived = isinstance(kernel, RaggedM) and kernel.epilogue.formula.derivative
     assert kernel.stages >= (3 if derived else 4)
 
 
@@ -84,14 +86,14 @@ def test_symbols_tell_the_kernels_apart():
 
 def test_every_candidate_is_shipped():
     """Those of the recipe fp8_tensor, whose gradients are in E5M2."""
-    wanted = {TensorScaledRaggedM(dtype, config, epilogue=PLAIN) for dtype in ("e4m3", "e5m2") for config in PLAINS}
+    wanted = {RaggedM(TensorScaled(dtype), config, epilogue=PLAIN) for dtype in ("e4m3", "e5m2") for config in PLAINS}
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (None, CODES)):
-        wanted.add(TensorScaledRaggedM("e4m3", config, epilogue=activation("swiglu", keep=keep, result=codes)))
+        wanted.add(RaggedM(TensorScaled("e4m3"), config, epilogue=activation("swiglu", keep=keep, result=codes)))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
-        wanted.add(TensorScaledRaggedM("e5m2", config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
+        wanted.add(RaggedM(TensorScaled("e5m2"), config, epilogue=derivative("swiglu", keep=keep, row_scale=scaled)))
     outputs = ({}, {"accumulate": True}, {"out": "fp32", "accumulate": True})
     for config, output in itertools.product(CANDIDATES["fp8_wgrad"], outputs):
-        wanted.add(TensorScaledRaggedK("e5m2", config, **output))
+        wanted.add(RaggedK(TensorScaled("e5m2"), config, **output))
     assert len(wanted) == 4 + 4 + 8 + 9
     assert {*wanted, TransposeRows(), UpdateAmaxHistory()} <= {*shipped("sm_90a")}
 

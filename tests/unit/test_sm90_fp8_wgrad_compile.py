@@ -11,26 +11,27 @@ from cutlass import Int32
 from test_sm90_compile import check_fp8_product, report, tool
 
 from fusedmoe.kernels.build.shipped import shipped
-from fusedmoe.kernels.sm90.gemm import block_scaled, scheduler
-from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
+from fusedmoe.kernels.sm90.gemm import scaled, scheduler
+from fusedmoe.kernels.sm90.gemm.block_scales_k import BlockScaledColumns
+from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_TALL, PP_128
 from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 OUTPUTS = [{"out": out, "accumulate": adds} for out in ("bf16", "fp32") for adds in (False, True)]
 KERNELS = [
-    BlockScaledRaggedK(dtype, config, **output)
+    RaggedK(BlockScaledColumns(dtype), config, **output)
     for dtype, config, output in itertools.product(("e4m3", "e5m2"), CANDIDATES["fp8_wgrad"], OUTPUTS)
 ]
 KERNELS += [
-    BlockScaledRaggedK("e4m3", config, accumulate=adds, beside=True)
+    RaggedK(BlockScaledColumns("e4m3"), config, accumulate=adds, beside=True)
     for config in CANDIDATES["fp8_wgrad"]
     for adds in (False, True)
 ]
 COVERING = [
-    BlockScaledRaggedK("e4m3", CO_256),
-    BlockScaledRaggedK("e4m3", CO_256, beside=True),
-    BlockScaledRaggedK("e5m2", CO_256_TALL, out="fp32", accumulate=True),
-    BlockScaledRaggedK("e4m3", CO_256, accumulate=True),
+    RaggedK(BlockScaledColumns("e4m3"), CO_256),
+    RaggedK(BlockScaledColumns("e4m3"), CO_256, beside=True),
+    RaggedK(BlockScaledColumns("e5m2"), CO_256_TALL, out="fp32", accumulate=True),
+    RaggedK(BlockScaledColumns("e4m3"), CO_256, accumulate=True),
 ]
 WAVES, VALUES = 2, 64  # of a stage; of a wave, per thread
 MOST_INSTRUCTIONS = 2300
@@ -65,7 +66,7 @@ def test_compiles_for_hopper(kernel):
 
 def test_arrivals_that_do_not_wait_for_loads_are_found(monkeypatch):
     """Without `one_after`, both overtook loads on GPUs: kernels hung, or multiplied another tile's operand."""
-    for module in (scheduler, block_scaled):
+    for module in (scheduler, scaled):
         monkeypatch.setattr(module, "one_after", lambda *values: Int32(1))
     drawn, stage = report(COVERING[0], tool("nvdisasm"), tool("cuobjdump"))[-1]  # not kept: the sources are the same
     for found in (drawn, stage):
@@ -83,7 +84,7 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_every_candidate_is_shipped():
-    wanted = {k for k in KERNELS if k.dtype == "e4m3" and (k.out == "bf16" or k.accumulate)}
+    wanted = {k for k in KERNELS if k.operands.dtype == "e4m3" and (k.out == "bf16" or k.accumulate)}
     assert len(wanted) == 5 * len(CANDIDATES["fp8_wgrad"])
     assert wanted <= {*shipped("sm_90a")}
 
@@ -91,9 +92,9 @@ def test_every_candidate_is_shipped():
 @pytest.mark.parametrize("config", [PP_128, TileConfig(128, 192, pingpong=False)], ids=lambda c: c.name)
 def test_tiles_are_cooperative_and_have_whole_blocks(config):
     with pytest.raises(ValueError, match=rf"a multiple of 128 columns, got None and {config.name}"):
-        BlockScaledRaggedK("e4m3", config)
+        RaggedK(BlockScaledColumns("e4m3"), config)
 
 
 def test_no_operand_is_gathered():
     with pytest.raises(ValueError, match=r"no gathered operand .* got 'a'"):
-        BlockScaledRaggedK("e4m3", CO_128, gathered="a")
+        RaggedK(BlockScaledColumns("e4m3"), CO_128, gathered="a")

@@ -14,6 +14,7 @@ E, K, N = 4, 64, 96
 BF16 = torch.bfloat16
 # places among the arguments of `RaggedM.__call__`: a, b, offsets, bias, ...
 ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC, TENSORS = 4, 5, 6, 9, 12, 13, 14
+OF_WGRAD = slice(4, 8)  # tile counter, band, CTAs and whether the launch is dynamic, among those of `RaggedK.__call__`
 
 
 class Streams:
@@ -125,7 +126,7 @@ def counted(launched, run, schedule="dynamic", count=1):
     launched.clear()
     for _ in range(count):
         run(options=KernelOptions(0, schedule))
-    given = [arguments[COUNTER : DYNAMIC + 1] if run is product else arguments[-4:] for _, arguments in launched]
+    given = [arguments[COUNTER : DYNAMIC + 1] if run is product else arguments[OF_WGRAD] for _, arguments in launched]
     assert all(counter.dtype is torch.int32 and counter.shape == (1,) for counter, *_ in given)
     assert all(counter.item() == 0 for counter, *_, dynamic in given if dynamic)
     return [(counter.storage_offset() if dynamic else None, dynamic) for counter, *_, dynamic in given]
@@ -146,7 +147,7 @@ def test_products_of_all_kinds_share_the_counter_of_their_stream(launched):
     product()
     wgrad()
     (_, of_product), (_, of_wgrad) = launched
-    assert of_product[COUNTER].data_ptr() == of_wgrad[-4].data_ptr()
+    assert of_product[COUNTER].data_ptr() == of_wgrad[OF_WGRAD][0].data_ptr()
 
 
 @pytest.mark.parametrize("run", [product, wgrad])
@@ -325,7 +326,8 @@ BIND_WGRAD = pytest.mark.parametrize("bind", [bind_wgrad, bind_fp8_wgrad], ids=[
 @BIND_WGRAD
 def test_a_weight_gradient_that_begins_early(launched, bind, beside, schedule):
     bind(KernelOptions(8, schedule), beside)
-    ((compiled_for, (*_, counter, _, ctas, dynamic)),) = launched
+    ((compiled_for, arguments),) = launched
+    counter, _, ctas, dynamic = arguments[OF_WGRAD]
     assert compiled_for["beside"] is beside
     assert (ctas <= 124, dynamic) == (True, int(beside or schedule == "dynamic"))
     assert counter.item() == 0 or not dynamic
@@ -336,7 +338,7 @@ def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launch
     now.capturing = True
     bind(KernelOptions(), True)
     ((compiled_for, arguments),) = launched
-    assert (compiled_for["beside"], arguments[-1]) == (False, 0)
+    assert (compiled_for["beside"], arguments[OF_WGRAD][-1]) == (False, 0)
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])

@@ -373,9 +373,10 @@ def test_families():
     for kernel in shipped("sm_90a"):
         families.setdefault(family_of(kernel), []).append(kernel.symbol)
     assert "RaggedK, gathered rows, beside" in families
-    assert "BlockScaledRaggedK, beside" in families
+    assert "RaggedK, BlockScaledColumns, beside" in families
     assert "RaggedM, gathered rows, ranges" in families
-    assert families["BlockScaledRaggedM, e5m2"] == [
+    assert "RaggedM, BlockScaledRows, DerivativeCodes" in families
+    assert families["RaggedM, BlockScaledRows, e5m2"] == [
         "sm90_ragged_m_e5m2_bk_plain_128x256co_c21", "sm90_ragged_m_e5m2_bk_plain_256x128co_c21",
     ]  # fmt: skip
 

@@ -26,7 +26,7 @@ def sources_of(kernel: Any) -> tuple[str, ...]:
     found: set[str] = set()
     for module in _defining(kernel):
         found |= _with_imports(module)
-    return tuple(sorted(found - {"builtins"}))
+    return tuple(sorted(found - {"abc", "builtins"}))
 
 
 def _defining(part: Any) -> set[str]:

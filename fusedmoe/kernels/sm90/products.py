@@ -652,6 +652,7 @@ def _ragged_m_kernel(
     ranges: bool,
 ) -> Any:
     from fusedmoe.kernels.sm90.epilogue import outputs as epilogues  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
     from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     if activation is None:
@@ -660,13 +661,18 @@ def _ragged_m_kernel(
         epilogue = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
     else:
         epilogue = epilogues.activation(**activation._asdict(), keep=keep)
-    return compiler.load(RaggedM(dtype, config, b_major=b_major, epilogue=epilogue, gather=gather, ranges=ranges))
+    return compiler.load(
+        RaggedM(Plain(dtype), config, b_major=b_major, epilogue=epilogue, gather=gather, ranges=ranges)
+    )
 
 
 @functools.cache
 def _ragged_k_kernel(
     *, dtype: str, config: TileConfig, out: str, accumulate: bool, gathered: str | None, beside: bool
 ) -> Any:
-    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.operands import Plain  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 
-    return compiler.load(RaggedK(dtype, config, out=out, accumulate=accumulate, gathered=gathered, beside=beside))
+    return compiler.load(
+        RaggedK(Plain(dtype), config, out=out, accumulate=accumulate, gathered=gathered, beside=beside)
+    )

@@ -342,11 +342,12 @@ def _bind_logits(
 ) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     """``x @ weight.T + bias`` in fp32, (T, columns), of ``(x, weight, bias)``."""
     from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN_FP32  # deferred: imports the CuTe DSL
-    from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedM
+    from fusedmoe.kernels.sm90.gemm.operands import Promoted
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 
     (tokens, hidden), device = x_TH.shape, x_TH.device
     config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
-    kernel = load(PromotedRaggedM(NAMES[x_TH.dtype], config, epilogue=PLAIN_FP32))
+    kernel = load(RaggedM(Promoted(NAMES[x_TH.dtype]), config, epilogue=PLAIN_FP32))
     problem = Problem("plain", tokens, 1, columns, hidden, sms_for(device, options))
     numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms))
     no_bias, no_scale = placeholders(device, x_TH.dtype)
@@ -371,10 +372,11 @@ def _bind_exact_wgrad(
     parts: Tensor, x_TH: Tensor, groups: int, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
     """`bind_grouped_wgrad` with fp32 results of the accuracy of fp32."""
-    from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedK  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.operands import Promoted  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 
     (tokens, rows), hidden, device = parts.shape, x_TH.shape[1], x_TH.device
-    kernel = load(PromotedRaggedK(NAMES[x_TH.dtype], WGRAD_TILE, out="fp32"))
+    kernel = load(RaggedK(Promoted(NAMES[x_TH.dtype]), WGRAD_TILE, out="fp32"))
     problem = Problem("wgrad", tokens, groups, hidden, rows, sms_for(device, options))
     numbers = scheduling(problem, WGRAD_TILE, problem.sms)
 

@@ -443,12 +443,12 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
     from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
     from fusedmoe.kernels.sm90.epilogue.derivative_codes import (  # deferred, too
         DerivativeCodes,
-        DerivativeCodesRaggedM,
         derivative_codes,
     )
     from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes  # deferred, too
-    from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
-    from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedM
+    from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+    from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 
     activation, derivative, scaled, keep, quantized, forms = epilogue
     if forms is not None:
@@ -458,7 +458,7 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
         assert quantized.rule is ScaleRule.POWER_OF_TWO
         results = DerivativeCodes(*forms, quantized.element.name)
         compiled = derivative_codes(activation.kind, results, clamped=activation.clamped, row_scale=scaled)
-        return compiler.load(DerivativeCodesRaggedM(dtype, config, epilogue=compiled))
+        return compiler.load(RaggedM(BlockScaledRows(dtype), config, epilogue=compiled))
     if activation is None:
         compiled = epilogues.PLAIN
     elif derivative:
@@ -470,5 +470,5 @@ def _kernel(dtype: str, config: TileConfig, epilogue: _Epilogue, by_expert: bool
         elif quantized is not None:
             codes = RowCodes(quantized.element.name, quantized.rule is ScaleRule.POWER_OF_TWO)
         compiled = epilogues.activation(**activation._asdict(), keep=keep, result=codes)
-    kind = TensorScaledRaggedM if by_expert else BlockScaledRaggedM
-    return compiler.load(kind(dtype, config, epilogue=compiled))
+    operands = TensorScaled(dtype) if by_expert else BlockScaledRows(dtype)
+    return compiler.load(RaggedM(operands, config, epilogue=compiled))

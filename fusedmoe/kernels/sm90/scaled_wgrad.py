@@ -107,7 +107,7 @@ def bind_block_scaled_wgrad(
         if rows:
             counter, dynamic = tile_counter(device, schedule)
             a, b = dy.view(torch.uint8), x.view(torch.uint8)
-            kernel(a, dy_scale, b, x_scale, offsets, out, counter, *numbers, dynamic)
+            kernel(a, b, offsets, out, counter, *numbers, dynamic, dy_scale, x_scale)
         elif not accumulate:
             out.zero_()
         return out
@@ -142,8 +142,9 @@ def _launch(
 
 @functools.cache
 def _kernel(*, dtype: str, config: TileConfig, out: str, accumulate: bool, beside: bool, by_expert: bool) -> Any:
-    from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK  # deferred: imports the CuTe DSL
-    from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK
+    from fusedmoe.kernels.sm90.gemm.block_scales_k import BlockScaledColumns  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 
-    kind = TensorScaledRaggedK if by_expert else BlockScaledRaggedK
-    return compiler.load(kind(dtype, config, out=out, accumulate=accumulate, beside=beside))
+    operands = TensorScaled(dtype) if by_expert else BlockScaledColumns(dtype)
+    return compiler.load(RaggedK(operands, config, out=out, accumulate=accumulate, beside=beside))

@@ -24,15 +24,15 @@ from fusedmoe.kernels.rows.quantize.transpose_rows import TransposeRows
 from fusedmoe.kernels.rows.router.choose import Choose
 from fusedmoe.kernels.rows.router.gradient import ChooseBackward
 from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
-from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, DerivativeCodesRaggedM, derivative_codes
+from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, derivative_codes
 from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, PLAIN_FP32, activation, derivative
 from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
-from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.gemm.block_scaled_k import BlockScaledRaggedK
-from fusedmoe.kernels.sm90.gemm.promotion import PromotedRaggedK, PromotedRaggedM
+from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows
+from fusedmoe.kernels.sm90.gemm.block_scales_k import BlockScaledColumns
+from fusedmoe.kernels.sm90.gemm.operands import Plain, Promoted
 from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
-from fusedmoe.kernels.sm90.gemm.tensor_scaled import TensorScaledRaggedK, TensorScaledRaggedM
+from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 from fusedmoe.kernels.sm90.router import LOGIT_TILES, WGRAD_TILE
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, PP_192, WGRADS
 from fusedmoe.numerics.activations import KINDS
@@ -72,27 +72,27 @@ def shipped() -> tuple[Kernel, ...]:
 
     # bf16: every candidate of SwiGLU and of products without an activation
     for config in CANDIDATES["plain"]:
-        kernels += [RaggedM("bf16", config, b_major=major) for major in ("k", "n")]
+        kernels += [RaggedM(Plain("bf16"), config, b_major=major) for major in ("k", "n")]
     for config, keep, gather in itertools.product(CANDIDATES["activation"], (True, False), (False, True)):
-        kernels.append(RaggedM("bf16", config, epilogue=activation("swiglu", keep=keep), gather=gather))
+        kernels.append(RaggedM(Plain("bf16"), config, epilogue=activation("swiglu", keep=keep), gather=gather))
     for config, keep in itertools.product(CANDIDATES["transposed_activation"], (True, False)):  # as in Llama-4
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=activation("swiglu", keep=keep)))
+        kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=activation("swiglu", keep=keep)))
     for config, (keep, scaled) in itertools.product(
         CANDIDATES["derivative"], ((True, False), (True, True), (False, False))
     ):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
+        kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue))
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue, gather=True))
+        kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True))
     for gathered, family in WGRADS.items():
         for config in CANDIDATES[family]:
-            kernels += [RaggedK("bf16", config, accumulate=adds, gathered=gathered) for adds in (False, True)]
-            kernels.append(RaggedK("bf16", config, out="fp32", accumulate=True, gathered=gathered))
-    kernels.append(RaggedK("bf16", PP_192, out="fp32"))
+            kernels += [RaggedK(Plain("bf16"), config, accumulate=adds, gathered=gathered) for adds in (False, True)]
+            kernels.append(RaggedK(Plain("bf16"), config, out="fp32", accumulate=True, gathered=gathered))
+    kernels.append(RaggedK(Plain("bf16"), PP_192, out="fp32"))
     # that of a layer's last weight, beside the sum over slots
     for config, adds in itertools.product(CANDIDATES["wgrad_gathered_a"], (False, True)):
-        kernels.append(RaggedK("bf16", config, accumulate=adds, gathered="a", beside=True))
+        kernels.append(RaggedK(Plain("bf16"), config, accumulate=adds, gathered="a", beside=True))
 
     # bf16: the other activations, with the tiles of training
     others = [("swiglu", True, False), ("swiglu", True, True)]
@@ -101,17 +101,17 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = activation(kind, clamped=clamped, interleaved=interleaved, keep=keep)
         # interleaved weights: as GroupedLinear stores them, and as GPT-OSS's checkpoints do
         majors = "kn" if interleaved else "k"
-        kernels += [RaggedM("bf16", PP_192, b_major=major, epilogue=epilogue) for major in majors]
+        kernels += [RaggedM(Plain("bf16"), PP_192, b_major=major, epilogue=epilogue) for major in majors]
     for (kind, clamped, interleaved), scaled in itertools.product(others, (False, True)):
         config = CANDIDATES["heavy_derivative" if KINDS[kind].heavy else "derivative"][0]
         epilogue = derivative(kind, clamped=clamped, interleaved=interleaved, keep=True, row_scale=scaled)
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue))
+        kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue))
 
     # fp16: one of each
-    kernels += [RaggedM("fp16", PP_192, b_major=major) for major in ("k", "n")]
-    kernels.append(RaggedM("fp16", PP_192, epilogue=activation("swiglu", keep=True)))
-    kernels.append(RaggedM("fp16", PP_192, b_major="n", epilogue=derivative("swiglu", keep=True)))
-    kernels.append(RaggedK("fp16", PP_192, out="fp16"))
+    kernels += [RaggedM(Plain("fp16"), PP_192, b_major=major) for major in ("k", "n")]
+    kernels.append(RaggedM(Plain("fp16"), PP_192, epilogue=activation("swiglu", keep=True)))
+    kernels.append(RaggedM(Plain("fp16"), PP_192, b_major="n", epilogue=derivative("swiglu", keep=True)))
+    kernels.append(RaggedK(Plain("fp16"), PP_192, out="fp16"))
 
     kernels += moving_rows()
     kernels += activations(False)
@@ -126,21 +126,21 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(QuantizeWeight("bf16", "e4m3", True, columns, True))
     kernels.append(TransposeCodes())
     for config in CANDIDATES["fp8_plain"]:
-        kernels += [BlockScaledRaggedM(element, config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
+        kernels += [RaggedM(BlockScaledRows(element), config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
     for config, keep, codes in itertools.product(CANDIDATES["fp8_activation"], (True, False), (RowCodes(), None)):
         epilogue = activation("swiglu", keep=keep, result=codes)
-        kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
+        kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue))
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
-        kernels.append(BlockScaledRaggedM("e4m3", config, epilogue=epilogue))
+        kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue))
     for config, scaled in itertools.product(CANDIDATES["fp8_derivative_codes"], (True, False)):
         epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=scaled)
-        kernels.append(DerivativeCodesRaggedM("e4m3", config, epilogue=epilogue))
+        kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels += [BlockScaledRaggedK("e4m3", config, accumulate=adds) for adds in (False, True)]
-        kernels.append(BlockScaledRaggedK("e4m3", config, out="fp32", accumulate=True))
+        kernels += [RaggedK(BlockScaledColumns("e4m3"), config, accumulate=adds) for adds in (False, True)]
+        kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, out="fp32", accumulate=True))
         for adds in (False, True):  # beside the sum over slots
-            kernels.append(BlockScaledRaggedK("e4m3", config, accumulate=adds, beside=True))
+            kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, accumulate=adds, beside=True))
 
     # the recipe fp8_tensor, whose gradients are in E5M2, with current and with delayed scaling
     for code, of_tokens, amax in itertools.product((E4M3, E5M2), (False, True), (False, True)):
@@ -150,21 +150,21 @@ def shipped() -> tuple[Kernel, ...]:
     for by_expert, of_tokens in ((True, False), (True, True), (False, False)):
         kernels.append(Magnitudes("bf16", by_expert, of_tokens, False, False, False, True, False))
     for config in CANDIDATES["fp8_plain"]:
-        kernels += [TensorScaledRaggedM(element, config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
+        kernels += [RaggedM(TensorScaled(element), config, epilogue=PLAIN) for element in ("e4m3", "e5m2")]
     for config, keep, delayed in itertools.product(CANDIDATES["fp8_activation"], (True, False), (True, False)):
         epilogue = activation("swiglu", keep=keep, result=CodesByExpert() if delayed else None)
-        kernels.append(TensorScaledRaggedM("e4m3", config, epilogue=epilogue))
+        kernels.append(RaggedM(TensorScaled("e4m3"), config, epilogue=epilogue))
     kernels += [TransposeRows(), UpdateAmaxHistory()]
     for config, keep, scaled in itertools.product(CANDIDATES["fp8_derivative"], (True, False), (True, False)):
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
-        kernels.append(TensorScaledRaggedM("e5m2", config, epilogue=epilogue))
+        kernels.append(RaggedM(TensorScaled("e5m2"), config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels += [TensorScaledRaggedK("e5m2", config, accumulate=adds) for adds in (False, True)]
-        kernels.append(TensorScaledRaggedK("e5m2", config, out="fp32", accumulate=True))
+        kernels += [RaggedK(TensorScaled("e5m2"), config, accumulate=adds) for adds in (False, True)]
+        kernels.append(RaggedK(TensorScaled("e5m2"), config, out="fp32", accumulate=True))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
-    kernels += [PromotedRaggedM("bf16", tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]
-    kernels.append(PromotedRaggedK("bf16", WGRAD_TILE, out="fp32"))
+    kernels += [RaggedM(Promoted("bf16"), tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]
+    kernels.append(RaggedK(Promoted("bf16"), WGRAD_TILE, out="fp32"))
     for experts, blocks in itertools.product((64, 128), ((0, 1), (0, 0, 1, 2))):
         parts = 1 if len(blocks) == 2 else 3
         kernels.append(Choose("topk_softmax", experts, False, None, False, False, parts, parts > 1, False, slots=8))
@@ -179,13 +179,13 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
 
     # expert parallelism in bf16: products of ranges of rows, sums with a received part, copies of wanted rows
-    kernels += [RaggedM("bf16", config, ranges=True) for config in CANDIDATES["plain"]]
+    kernels += [RaggedM(Plain("bf16"), config, ranges=True) for config in CANDIDATES["plain"]]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         epilogue = activation("swiglu", keep=keep)
-        kernels.append(RaggedM("bf16", config, epilogue=epilogue, gather=True, ranges=True))
+        kernels.append(RaggedM(Plain("bf16"), config, epilogue=epilogue, gather=True, ranges=True))
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
-        kernels.append(RaggedM("bf16", config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
+        kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
     kernels += [RowRanges(), SumOnFewSms("bf16", 1)]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

@@ -34,8 +34,11 @@ Target = Callable[[Request, "Connection"], None]
 
 def family_of(kernel: Kernel) -> str:
     """Return the kernels that a kernel is counted with: those of its class with the same operands."""
-    words = [type(kernel).__name__]
-    words += [dtype for dtype in ("fp16", "e5m2") if getattr(kernel, "dtype", "") == dtype]
+    operands, blocks = getattr(kernel, "operands", kernel), getattr(kernel, "blocks", None)
+    kind = "" if operands is kernel else type(operands).__name__
+    words = [type(kernel).__name__, *([kind] if kind not in ("", "Plain") else [])]
+    words += [] if blocks is None else [type(blocks).__name__]
+    words += [dtype for dtype in ("fp16", "e5m2") if getattr(operands, "dtype", "") == dtype]
     gathers = getattr(kernel, "gather", None) or getattr(kernel, "gathered", None)
     words += ["gathered rows"] if gathers else []
     words += [word for word in ("ranges", "beside") if getattr(kernel, word, False)]

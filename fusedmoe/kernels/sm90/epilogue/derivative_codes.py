@@ -27,7 +27,17 @@ infinities and rows after the expert's last one, have code of their own, which r
 Addresses are sums of 32-bit numbers, up to the last product.
 
 Rows after the expert's last one are zeros in the form by columns. The tail has tiles of its own, also for the blocks of
-the form by columns that no expert has: see `DerivativeCodesRaggedM.scheduled_rows`.
+the form by columns that no expert has: see `DerivativeCodes.scheduled_rows`.
+
+| barrier | arrives | waits |
+|---|---|---|
+| inputs of warpgroup g are full, one stage per block of 64 rows | TMA of warp 10 + g (`load_inputs`) | `take` |
+| inputs of warpgroup g are empty | `release_step`, once the values are computed | warp 10 + g |
+| `STORE_BARRIER` + g, first of a step | the warpgroup: magnitudes of all warps are in shared memory | the same |
+| `STORE_BARRIER` + g, second of a step | the warpgroup: codes by columns are in shared memory | the same |
+| `STORE_BARRIER` + g, after the last step | the warpgroup: buffers have been read, for codes by rows | the same |
+
+Run: tests/unit/test_sm90_fp8_compile.py, tests/gpu/test_sm90_fp8.py; ``python -m benchmarks --only fp8``.
 
 Axes: R rows, P padded rows, I features of the activation, W features of the preactivation (I or 2 I).
 """
@@ -56,10 +66,9 @@ from fusedmoe.kernels.device.codes import (
     nan_of_infinities,
 )
 from fusedmoe.kernels.device.warps import LANES
-from fusedmoe.kernels.sm90.epilogue.outputs import Backward, Block, Epilogue, Output, RowScaleGradient
+from fusedmoe.kernels.sm90.epilogue.outputs import Backward, Block, BlockOutput, Epilogue, RowScaleGradient
 from fusedmoe.kernels.sm90.gemm import scheduler
-from fusedmoe.kernels.sm90.gemm.block_scaled import BlockScaledRaggedM
-from fusedmoe.kernels.sm90.gemm.common import BOX, MATH_WARPGROUPS, PRODUCER, STORE_BARRIER, VALUES, WARPGROUP, Tma
+from fusedmoe.kernels.sm90.gemm.common import BOX, PRODUCER, STORE_BARRIER, VALUES, WARPGROUP, Tma
 from fusedmoe.kernels.sm90.tiles.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, SCALE_PITCH
 
 WARPS = WARPGROUP // LANES
@@ -101,7 +110,7 @@ class Forms(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DerivativeCodes(Output):
+class DerivativeCodes(BlockOutput):
     """The gradient of the preactivation in FP8, and the recomputed activation in FP8. Scales are powers of two."""
 
     rows: bool = True  # whether the gradient has a form by rows
@@ -117,6 +126,33 @@ class DerivativeCodes(Output):
     def suffix(self) -> str:
         forms = ((self.rows, "_rows"), (self.columns, "_columns"), (self.again, "_keep"))
         return f"_{self.element}" + "".join(text for on, text in forms if on)
+
+    @property
+    def buffers(self) -> int:
+        """Buffers of 4 KiB: the codes by columns of a step, and one for magnitudes and factors. The codes by rows of a
+        warp are in the former.
+        """
+        return MOST_FORMS + 1
+
+    def forms(self, formula) -> int:
+        """Values with a form by columns."""
+        return self.columns * formula.halves + self.again
+
+    def places_blocks(self, formula):
+        return self.forms(formula) > 0
+
+    def scheduled_rows(self, rows, parameter):
+        """The rows of the form by columns. So the tail has enough tiles for the blocks that no expert has, whose
+        number depends on the splits.
+        """
+        form = parameter.columns if self.columns else parameter.again
+        return rows if form is None else form.codes.shape[1]
+
+    def load_inputs(self, kernel, load, shared, rings, group):
+        Blocks(kernel, self).load_inputs(load, shared, rings, group)
+
+    def finish_tile(self, kernel, acc, tile, consumer, inputs, env):
+        return Blocks(kernel, self).finish_tile(acc, tile, consumer, inputs, env)
 
     def boxes(self, formula):
         return 0
@@ -140,101 +176,56 @@ class DerivativeCodes(Output):
 
 
 @dataclass(frozen=True)
-class DerivativeCodesRaggedM(BlockScaledRaggedM):
-    """A ragged M kernel of FP8 codes, with the derivative of an activation in FP8."""
+class Blocks:
+    """The epilogue of a kernel whose last output is ``codes``."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        config, formula = self.config, self.epilogue.formula
-        if (config.tile_m, config.tile_n) != (MATH_WARPGROUPS * SCALE_BLOCK, SCALE_BLOCK) or formula.interleaved:
-            raise ValueError(
-                f"derivative in FP8: expected [gate | up] and tiles of 256 x 128, got {formula.name} and {config.name}"
-            )
+    kernel: Any
+    codes: DerivativeCodes
 
     @property
-    def codes(self) -> DerivativeCodes:
-        """The output in FP8: the last one."""
-        output = self.epilogue.outputs[-1]
-        assert isinstance(output, DerivativeCodes)
-        return output
+    def formula(self) -> Backward:
+        formula = self.kernel.epilogue.formula
+        assert isinstance(formula, Backward)
+        return formula
 
     @property
     def forms(self) -> int:
         """Values with a form by columns."""
-        return self.codes.columns * self.epilogue.formula.halves + self.codes.again
+        return self.codes.forms(self.formula)
+
+    @property
+    def gradients(self) -> int:
+        """Values with a form by columns before the activation: those of the gradient, or none."""
+        return self.forms - self.codes.again
 
     @property
     def values(self) -> int:
         """Values of which there is any form: gate, up and the activation."""
-        return (self.codes.rows or self.codes.columns) * self.epilogue.formula.halves + self.codes.again
-
-    @property
-    def tile_kind(self) -> type:
-        return scheduler.TileWithBlock if self.forms else scheduler.Tile
-
-    @property
-    def store_stages(self) -> int:
-        """Buffers of 4 KiB: the codes by columns of a step, and one for magnitudes and factors. The codes by rows of a
-        warp are in the former.
-        """
-        return MOST_FORMS + 1
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return (24, 240)  # with 232, the derivative of GeGLU spills
-
-    def scheduled_rows(self, rows, outputs):
-        """The rows of the form by columns. So the tail has enough tiles for the blocks that no expert has, whose
-        number depends on the splits.
-        """
-        forms = outputs[-1]
-        columns = forms.columns if self.codes.columns else forms.again
-        return columns.codes.shape[1] if const_expr(self.forms > 0) else rows
-
-    # -- rows of a warpgroup
-
-    def tiled_mma(self, a_major: Any, b_major: Any) -> cute.TiledMma:
-        adjacent = cute.make_layout((BLOCK_ROWS, MATH_WARPGROUPS, BLOCKS), stride=(1, SCALE_BLOCK, BLOCK_ROWS))
-        op = super().tiled_mma(a_major, b_major).op
-        return cute.make_tiled_mma(op, (MATH_WARPGROUPS, 1, 1), (adjacent, self.config.tile_n, self.tile_k))
-
-    def block_row(self, i, group):
-        return group * SCALE_BLOCK + i * BLOCK_ROWS
-
-    def factor_source(self, scales, tile, group, thread, env):
-        return scales, tile, env.n, group, self.row_of(thread, 0) + tile.row % SCALE_PITCH
-
-    def factors(self, source, i, j, stage):
-        scales, tile, n, group, row = source
-        factors = cute.make_rmem_tensor((2,), Float32)
-        of_weight = scales.weight[j + self.first_weight_scale(tile, n, 0) % SCALE_PITCH, 0, stage]
-        for h in range(2):
-            factors[h] = scales.rows[i * BLOCK_ROWS + row + 8 * h, group, stage] * of_weight
-        return factors
+        return (self.codes.rows or self.codes.columns) * self.formula.halves + self.codes.again
 
     @cute.jit
     def load_inputs(self, load, shared, rings, group):
         """As for other derivatives, with both blocks of 64 rows in each step."""
-        state = pipeline.make_pipeline_state(PRODUCER, self.load_stages)
+        state = pipeline.make_pipeline_state(PRODUCER, self.kernel.load_stages)
         turn = Int32(0)
         turn, tile = scheduler.take(rings.tiles, turn, shared.slots)
         while tile.expert != scheduler.END:
-            shift = self.block_row(0, group)
+            shift = self.kernel.block_row(0, group)
             if tile.depth > 0 and shift < tile.rows:
-                for j in cutlass.range(self.steps, unroll=1):
+                for j in cutlass.range(self.kernel.steps, unroll=1):
                     for i in cutlass.range_constexpr(BLOCKS):
                         view = cute.domain_offset((tile.row + shift + i * BLOCK_ROWS, 0, 0), load.tensor)
-                        column = tile.column * self.steps + j
-                        self.load_step(Tma(load.atom, view), shared.boxes, rings.inputs, state, column, group)
+                        column = tile.column * self.kernel.steps + j
+                        self.kernel.load_step(Tma(load.atom, view), shared.boxes, rings.inputs, state, column, group)
                         state.advance()
             turn, tile = scheduler.take(rings.tiles, turn, shared.slots)
 
     # -- results
 
     @cute.jit
-    def finish(self, acc, tile, consumer, inputs, env):
+    def finish_tile(self, acc, tile, consumer, inputs, env):
         """Accumulators to results, 32 columns of 128 rows at a time."""
-        shift = self.block_row(0, consumer.group)
+        shift = self.kernel.block_row(0, consumer.group)
         if shift < tile.rows:
             inputs = self.finish_block_of_rows(acc, tile, shift, consumer, inputs, env)
         return inputs
@@ -278,7 +269,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         # the tail may have tiles for blocks of columns alone
         valid = cutlass.min(tile.rows - shift, env.rows - top)
         block = Block(None, 0, consumer, tile, top, valid, lane, warp_row, tile.depth > 0)
-        formula = self.epilogue.formula
+        formula = self.formula
         scales = [formula.row_scales(block._replace(top=top + i * BLOCK_ROWS), env) for i in range(BLOCKS)]
         return block._replace(scales=scales)
 
@@ -286,15 +277,14 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         """The results of step ``j``, whose accumulators are the first ones in the pool. Return the words of the
         gradient, and the state of the ring of inputs.
         """
-        formula, codes = self.epilogue.formula, self.codes
-        assert isinstance(formula, Backward)
+        formula, codes = self.formula, self.codes
         preactivation = self.take(block, inputs)
         values = cute.make_rmem_tensor((self.values * VALUE_WORDS,), Int32)
         for i in range(BLOCKS):
             acc = [pool[i * VALUES + v].bitcast(Float32) for v in range(VALUES)]
             x = [self.unpacked(preactivation, half, i) for half in range(formula.halves)]
-            found = formula.values_of(self, block._replace(acc=acc, scales=block.scales[i]), env, 0, x)
-            for output in self.epilogue.outputs[:-1]:
+            found = formula.values_of(self.kernel, block._replace(acc=acc, scales=block.scales[i]), env, 0, x)
+            for output in self.kernel.epilogue.outputs[:-1]:
                 sums[2 * i], sums[2 * i + 1] = output.add([sums[2 * i], sums[2 * i + 1]], found)
             if i == 0:
                 inputs = self.release_step(block, inputs)
@@ -312,13 +302,16 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
     @cute.jit
     def take(self, block, inputs):
         """Wait for a step's boxes of the preactivation, and read this thread's words of them; zeros in the tail."""
-        halves: cutlass.Constexpr[int] = self.epilogue.formula.halves
+        halves: cutlass.Constexpr[int] = self.formula.halves
         values = cute.make_rmem_tensor((BLOCKS * halves * VALUES,), BFloat16)
         if block.live:
             consumer = block.consumer
             row = consumer.thread // LANES * 16 + block.lane % 16  # of 64 bytes, whose chunks of 16 are swizzled
             first = row * 64 + (block.lane // 16 ^ row // 2 % 4) * CHUNK_BYTES
-            first += self.address(consumer.boxes) + self.read_box(consumer.group * self.load_stages, 0) * BOX_BYTES
+            first += (
+                self.address(consumer.boxes)
+                + self.kernel.read_box(consumer.group * self.kernel.load_stages, 0) * BOX_BYTES
+            )
             atom = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), BFloat16)
             for i in cutlass.range_constexpr(BLOCKS):
                 consumer.inputs.consumer_wait(self.stage(inputs, consumer.group, i))
@@ -335,13 +328,15 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
 
     def unpacked(self, words, half: int, i: int):
         """The fp32 values of a box of the preactivation."""
-        first = (i * self.epilogue.formula.halves + half) * WORDS
+        first = (i * self.formula.halves + half) * WORDS
         return [t for w in range(WORDS) for t in fp32_pair(words[first + w], BFloat16)]
 
     def stage(self, inputs, group, i: int):
         """The ``i``-th stage of a step. A step has all stages of the ring, so the first one is that of block 0."""
-        assert self.load_stages == BLOCKS
-        return pipeline.PipelineState(inputs.stages, inputs.count, Int32(i) + group * self.load_stages, inputs.phase)
+        assert self.kernel.load_stages == BLOCKS
+        return pipeline.PipelineState(
+            inputs.stages, inputs.count, Int32(i) + group * self.kernel.load_stages, inputs.phase
+        )
 
     @cute.jit
     def release_step(self, block, inputs):
@@ -396,7 +391,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
                 found = [values[m * VALUE_WORDS + i * WORDS + 2 * q + h] for i in range(BLOCKS) for h in range(2)]
                 pairs = [word & MAGNITUDES for word in found]
                 columns[m * GROUPS + q] = larger(larger(pairs[0], pairs[1]), larger(pairs[2], pairs[3]))
-                if self.codes.rows and m < self.epilogue.formula.halves:
+                if self.codes.rows and m < self.formula.halves:
                     for k, pair in enumerate(pairs):
                         rows[m * BLOCKS * 2 + k] = larger(rows[m * BLOCKS * 2 + k], pair)
 
@@ -408,7 +403,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
 
     def scratch(self, consumer):
         """The address of the warpgroup's buffers in shared memory."""
-        return self.address(consumer.boxes) + consumer.group * (self.store_stages * BOX_BYTES)
+        return self.address(consumer.boxes) + consumer.group * (self.codes.buffers * BOX_BYTES)
 
     @cute.jit
     def store_columns(self, values, largest, block, j, env):
@@ -439,11 +434,6 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         if inside:
             self.take_columns(scratch, block, j, forms, env)
 
-    @property
-    def gradients(self) -> int:
-        """Values with a form by columns before the activation: those of the gradient, or none."""
-        return self.forms - self.codes.again
-
     def element_of(self, m: int) -> str:
         """The element of the ``m``-th value with a form by columns."""
         return self.codes.element if m < self.gradients else "e4m3"
@@ -452,7 +442,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
     def inside(self, block, forms, env):
         """Whether there are this tile's columns, and the warpgroup's block of the form by columns."""
         scale = (forms.columns if self.codes.columns else forms.again).scale  # those of all forms have equal shapes
-        return block.tile.column < self.tiles_n(env.n) and self.column_block(block) < scale.shape[1]
+        return block.tile.column < self.kernel.tiles_n(env.n) and self.column_block(block) < scale.shape[1]
 
     def column_block(self, block):
         return block.tile.block + block.consumer.group
@@ -536,7 +526,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
 
     def finish_rows(self, pool, block, sums, largest, env):
         """The gradient by rows, and the row scale's gradient."""
-        formula, consumer = self.epilogue.formula, block.consumer
+        formula, consumer = self.formula, block.consumer
         if self.codes.rows:
             if self.forms:
                 self.wait_for_warpgroup(consumer)  # the buffers have been read
@@ -550,15 +540,15 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
                     factor = cute.arch.prmt(factors[line], factors[line], (0x1010, 0x3232)[h])
                     rows.append(encoded(words, [factor] * len(words), self.codes.element))
                 self.store_rows(rows, block, line, codes, env)
-        for output in self.epilogue.outputs[:-1]:
+        for output in self.kernel.epilogue.outputs[:-1]:
             for i in range(BLOCKS):
                 of_block = block._replace(top=block.top + i * BLOCK_ROWS, valid=block.valid - i * BLOCK_ROWS)
-                output.finish(self, of_block, env, env.outputs[0], [sums[2 * i], sums[2 * i + 1]])
+                output.finish(self.kernel, of_block, env, env.outputs[0], [sums[2 * i], sums[2 * i + 1]])
 
     @cute.jit
     def row_factors(self, largest, block, scale, env):
         """Write the scales of this thread's rows, and return their factors: those of both rows, by value and block."""
-        lines: cutlass.Constexpr[int] = self.epilogue.formula.halves * BLOCKS
+        lines: cutlass.Constexpr[int] = self.formula.halves * BLOCKS
         least: cutlass.Constexpr[int] = LEAST[self.codes.element]
         whole = [Int32(0)] * lines
         for line in cutlass.range_constexpr(lines):
@@ -580,7 +570,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         column = line // BLOCKS * (env.n // SCALE_BLOCK) + block.tile.column
         to = at_multiple(scale.iterator.toint(), column, Int32(scale.stride[1] * 4))
         to = at_multiple(to, block.top + row, 4)
-        inside = line < lines and block.tile.column < self.tiles_n(env.n)
+        inside = line < lines and block.tile.column < self.kernel.tiles_n(env.n)
         for h in cutlass.range_constexpr(2):
             if inside and row + 8 * h < block.valid:
                 put_fp32(to + 32 * h, [stored[h]])
@@ -607,7 +597,7 @@ class DerivativeCodesRaggedM(BlockScaledRaggedM):
         first = (line // BLOCKS * env.n + block.tile.column * SCALE_BLOCK) // VECTOR
         target = at_multiple(codes.iterator.toint(), first + lane % 8, VECTOR)
         target = at_multiple(target, block.top + i * BLOCK_ROWS + row, pitch)
-        inside = block.tile.column < self.tiles_n(env.n)
+        inside = block.tile.column < self.kernel.tiles_n(env.n)
         for k in cutlass.range_constexpr(16 * 8 // LANES):
             words = vector_at((source ^ (k % 2 * 4 * CHUNK_BYTES)) + k * 32 * CHUNK_BYTES)
             arranged = [cute.arch.prmt(words[2 * w], words[2 * w + 1], s) for s in (0x5410, 0x7632) for w in range(2)]

@@ -9,11 +9,22 @@ An *output* is one result of the kernel. To add one, write a class that states:
 - its shared memory: `Output.boxes`, the boxes that it stores per step;
 - its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.
 
-quantized.py has the outputs in FP8.
+quantized.py, codes_by_expert.py and derivative_codes.py have the outputs in FP8.
+
+The warps of a math warpgroup g run this code. Boxes of results are theirs alone; the boxes of inputs are shared:
+
+| barrier | arrives | waits |
+|---|---|---|
+| inputs of warpgroup g are full | TMA of warp 10 + g (`RaggedM.load_step`) | `Backward.take`, once per step |
+| inputs of warpgroup g are empty | `RaggedM.release`, after the step's first box is stored | warp 10 + g |
+| `STORE_BARRIER` + g | the warpgroup, once per box stored by TMA (`Gemm.put_box`) | the same |
+
+Run: tests/unit/test_sm90_compile.py, tests/gpu/test_sm90_kernels.py; ``python -m benchmarks --only kernels``.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -254,7 +265,7 @@ class Backward(Formula):
     @cute.jit
     def take_box(self, kernel, block, inputs, half: cutlass.Constexpr[int]):
         """Wait for a box of the preactivation, and read this thread's values of it: in fp32, if operands are in FP8."""
-        r_in = cute.make_rmem_tensor((VALUES,), kernel.value_element)
+        r_in = cute.make_rmem_tensor((VALUES,), kernel.operands.value_element)
         r_in.fill(0.0)
         if block.live:
             ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
@@ -263,14 +274,14 @@ class Backward(Formula):
             fetch = block.consumer.copies.fetch
             source = fetch.partition_S(block.consumer.boxes)[None, None, None, kernel.read_box(here.index, half)]
             cute.copy(fetch, source, cute.make_tensor(r_in.iterator, cute.make_layout(source.shape)))
-        if const_expr(kernel.element.width == 8):  # in other products, the fp32 values would spill
+        if const_expr(kernel.operands.element.width == 8):  # in other products, the fp32 values would spill
             return unpacked(r_in)
         return [r_in[v] for v in range(VALUES)]
 
     @cute.jit
     def take_box_pairs(self, kernel, block, inputs):
         """Wait for both boxes of an interleaved preactivation, and read this thread's values of them."""
-        r_in = cute.make_rmem_tensor((2 * VALUES,), kernel.value_element)
+        r_in = cute.make_rmem_tensor((2 * VALUES,), kernel.operands.value_element)
         r_in.fill(0.0)
         if block.live:
             ring, here = block.consumer.inputs, kernel.own(inputs, block.consumer.group)
@@ -357,6 +368,33 @@ class Output:
         """Finish a block of 64 rows."""
 
 
+class BlockOutput(Output, ABC):
+    """The last output of an epilogue that handles blocks of 128 rows, adjacent ones of a math warpgroup. It has the
+    code for all outputs.
+    """
+
+    @property
+    @abstractmethod
+    def buffers(self) -> int:
+        """Boxes in shared memory per math warpgroup."""
+
+    @abstractmethod
+    def places_blocks(self, formula: Formula) -> bool:
+        """Whether results have places among blocks of which each expert begins a new one: see `TileWithBlock`."""
+
+    @abstractmethod
+    def scheduled_rows(self, rows: Any, parameter: Any) -> Any:
+        """Rows of the tiles of all experts and of the tail; R is the first argument."""
+
+    @abstractmethod
+    def load_inputs(self, kernel: Any, load: Any, shared: Any, rings: Any, group: Any) -> None:
+        """As `RaggedM.load_inputs`."""
+
+    @abstractmethod
+    def finish_tile(self, kernel: Any, acc: Any, tile: Any, consumer: Any, inputs: Any, env: Arguments) -> Any:
+        """As `RaggedM.finish_tile`."""
+
+
 @dataclass(frozen=True)
 class Result(Output):
     """``result * row_scale``, of a formula with or without an activation."""
@@ -397,7 +435,7 @@ class Gradient(Output):
         formula = kernel.epilogue.formula
         for half, part in enumerate(values.parts):
             if formula.interleaved:
-                part = cute.make_rmem_tensor((VALUES,), kernel.value_element)
+                part = cute.make_rmem_tensor((VALUES,), kernel.operands.value_element)
                 for v in range(VALUES):
                     for which in range(2):
                         if pair_box(v) == half:
@@ -475,6 +513,12 @@ class Epilogue:
         """Part of the kernel's symbol."""
         suffixes = "".join(output.suffix for output in self.outputs)
         return self.formula.name + suffixes + ("_fp32" if self.fp32 else "")
+
+    @property
+    def blocks(self) -> BlockOutput | None:
+        """The last output, if it is a `BlockOutput`."""
+        last = self.outputs[-1]
+        return last if isinstance(last, BlockOutput) else None
 
     def boxes_of(self, steps: int) -> int:
         """Boxes that all steps of a block of 64 rows store."""

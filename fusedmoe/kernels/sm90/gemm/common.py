@@ -11,19 +11,35 @@ and gives up most of its registers:
 - warps 10 and 11 load the inputs of the epilogues of warpgroups 0 and 1, during the mainloop;
 - the rows of a gathered operand are copied by warps 10 and 11, or by a fourth warpgroup (gather.py).
 
-**Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. One
-wgmma group stays in flight while the next is issued. A stage is released once the group after it has been issued. With
-ping-pong tiles, a warpgroup has the tensor cores for a whole mainloop. Then a named barrier gives them to the other
-warpgroup, so the epilogue of one overlaps the mainloop of the other.
+**Mainloop.** A and B pass through a ring of shared-memory stages. A stage has 128 bytes of K, the widest swizzle. The
+operands (operands.py) have the loop. With ping-pong tiles, a warpgroup has the tensor cores for a whole mainloop. Then
+a named barrier gives them to the other warpgroup, so the epilogue of one overlaps the mainloop of the other.
 
 **Epilogue.** Results are stored in boxes of 64 rows and 32 columns, through a few buffers in shared memory. Each math
 warpgroup has its own buffers, so the two warpgroups never wait for each other there.
+
+**Barriers.** Those of rings are mbarriers; those with a number are named barriers.
+
+| barrier | arrives | waits |
+|---|---|---|
+| a stage of A and B is full | TMA of warp 8, and all lanes of the warps that gather | the math warps that multiply it |
+| a stage of A and B is empty | a lane of each of these warps, in all CTAs that share it | warp 8, those that gather |
+| a tile is in the ring | warp 9 | math warps, warp 8, those that gather or load inputs |
+| a place in the ring is empty | a lane of each of these | warp 9 |
+| inputs of warpgroup g are full | TMA of warp 10 + g | the four warps of warpgroup g |
+| inputs of warpgroup g are empty | a lane of each of these | warp 10 + g |
+| 1 + g (`STORE_BARRIER`) | all threads of math warpgroup g | all of them: a box is in shared memory |
+| 3 + g (`TURN_BARRIER`) | the other math warpgroup | math warpgroup g: it has the tensor cores |
+
+Run: tests/unit/test_sm90_compile.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_sm90_kernels.py;
+``python -m benchmarks --only tiles``.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +55,7 @@ from cutlass.tensor_utils import LayoutEnum
 from fusedmoe.kernels.build.sources import sources_of
 from fusedmoe.kernels.device.warps import LANES
 from fusedmoe.kernels.sm90.gemm import scheduler as tiles
-from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES, TileConfig
+from fusedmoe.kernels.sm90.tiles.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SCALE_BLOCK, TileConfig
 
 WARPGROUP = 128
 MATH_WARPGROUPS = 2
@@ -51,9 +67,6 @@ TURN_BARRIER = 3  # 3 and 4: permission to use the tensor cores, with ping-pong 
 BOX = BLOCK_ROWS * EPILOGUE_COLUMNS
 VALUES = BOX // WARPGROUP  # values of a box per thread
 PRODUCER, CONSUMER = pipeline.PipelineUserType.Producer, pipeline.PipelineUserType.Consumer
-ELEMENTS = {
-    "bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN, "e5m2": cutlass.Float8E5M2
-}  # fmt: skip
 LOAD = cpasync.CopyBulkTensorTileG2SOp()
 SHARED_LOAD = cpasync.CopyBulkTensorTileG2SMulticastOp()
 
@@ -61,6 +74,11 @@ SHARED_LOAD = cpasync.CopyBulkTensorTileG2SMulticastOp()
 def threads(count: int) -> pipeline.CooperativeGroup:
     """The group of ``count`` threads that arrive at a barrier."""
     return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
+
+
+def pass_turn(group: Int32) -> None:
+    """Give the tensor cores to the other warpgroup."""
+    cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
 
 
 class Tma(NamedTuple):
@@ -86,7 +104,7 @@ class Shared(NamedTuple):
     boxes: cute.Tensor
     slots: cute.Tensor
     drawing: tiles.Drawing
-    scales: Any = None  # of the operands' blocks, see block_scaled.py
+    scales: Any = None  # of the operands' blocks, see block_scales.py
 
 
 class Rings(NamedTuple):
@@ -116,13 +134,14 @@ class Consumer(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """One kernel: the types, layouts and tiles that are compiled in.
+class Gemm(ABC):
+    """One kernel: the operands, layouts and tiles that are compiled in.
 
-    A subclass schedules its tiles, loads them (`load`) and writes their results (`finish`).
+    A subclass, a *kind* of product, schedules its tiles, loads them, and writes their results (`finish`). Its operands
+    (operands.py) have the types, the scales and the mainloop.
     """
 
-    dtype: str  # of A and B: a name in `ELEMENTS`; with "e5m2", B is E4M3
+    operands: Any  # an `operands.Operands`
     config: TileConfig
     arch: str = "sm_90a"
 
@@ -132,48 +151,48 @@ class Gemm:
         return sources_of(self)
 
     @property
-    def element(self) -> Any:
-        """Type of A's elements."""
-        return ELEMENTS[self.dtype]
+    @abstractmethod
+    def symbol(self) -> str:
+        """As of `fusedmoe.kernels.build.kernel.Kernel`."""
 
     @property
-    def b_element(self) -> Any:
-        """Type of B's elements; of E4M3 and E5M2 operands, only a gradient, which is A, has more range."""
-        return cutlass.Float8E4M3FN if self.element.width == 8 else self.element
-
-    @property
-    def value_element(self) -> Any:
-        """Type of rows that are not quantized: that of the operands, or bf16 if these are quantized."""
-        return cutlass.BFloat16 if self.element.width == 8 else self.element
-
-    @property
-    def tile_k(self) -> int:
-        """Extent of K in a stage: 64 for two-byte operands."""
-        return SWIZZLE_BYTES * 8 // self.element.width
-
-    @property
-    def alignment(self) -> int:
-        """Every pitch is a multiple of this number of elements, as TMA requires."""
-        return ALIGNMENT_BYTES * 8 // self.element.width
-
-    @property
+    @abstractmethod
     def box_element(self) -> Any:
         """Type of the results in shared memory."""
-        return self.value_element
+
+    @property
+    @abstractmethod
+    def boxes_per_block(self) -> int:
+        """Boxes that a warpgroup writes per 64 rows of a tile."""
+
+    @property
+    @abstractmethod
+    def boxes_read(self) -> int:
+        """Boxes that a step of the epilogue reads."""
+
+    @property
+    @abstractmethod
+    def gathered_bytes(self) -> int:
+        """Bytes of a stage that are gathered; TMA loads the others."""
+
+    @property
+    @abstractmethod
+    def adjacent(self) -> bool:
+        """Whether a cooperative warpgroup has adjacent rows of a tile: whole blocks of 128 rows, not every other 64."""
+
+    @property
+    @abstractmethod
+    def crowded(self) -> bool:
+        """Whether a math warpgroup needs all registers that the producer can spare."""
+
+    @property
+    @abstractmethod
+    def tile_kind(self) -> type:
+        """The type of the tiles that the math warps take."""
 
     @property
     def box_bytes(self) -> int:
         return BOX * self.box_element.width // 8
-
-    @property
-    def boxes_per_block(self) -> int:
-        """Boxes that a warpgroup writes per 64 rows of a tile."""
-        raise NotImplementedError
-
-    @property
-    def boxes_read(self) -> int:
-        """Boxes that a step of the epilogue reads."""
-        return 0
 
     @property
     def store_stages(self) -> int:
@@ -201,11 +220,6 @@ class Gemm:
         return MATH_WARPGROUPS * (self.store_stages + self.load_stages * self.boxes_read)
 
     @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a stage that are gathered; TMA loads the others."""
-        return 0
-
-    @property
     def gather_warps(self) -> int:
         """Warps that copy gathered rows, 2 or 4. All their lanes arrive at the barrier of every stage."""
         return 2 if self.gathered_bytes else 0
@@ -230,14 +244,9 @@ class Gemm:
         return self.config.stages(epilogue_bytes, self.scale_space)
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of a stage's scales, if the operands are scaled by blocks."""
-        return 0
-
-    @property
     def scale_space(self) -> int:
         """Shared memory of a stage's scales."""
-        return 0
+        return self.operands.scale_space(self) if self.operands.staged else 0
 
     @property
     def smem_bytes(self) -> int:
@@ -245,34 +254,27 @@ class Gemm:
         return self.stages * (self.config.stage_bytes + self.scale_space) + self.boxes * self.box_bytes
 
     @property
-    def tile_kind(self) -> type:
-        """The type of the tiles that the math warps take."""
-        return tiles.Tile
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether the math warpgroups have the tensor cores in turn."""
-        return self.config.pingpong
-
-    @property
     def registers(self) -> tuple[int, int]:
         """Registers per thread of the producer, and of a math warpgroup."""
         if self.threads > 3 * WARPGROUP:
             accumulators = self.config.tile_m * self.config.tile_n // WARPGROUP // (1 if self.config.pingpong else 2)
             return (24, 232) if accumulators > 160 else (48, 208)
-        return (24, 240) if self.boxes_read and self.config.tile_n > 160 else (40, 232)
-
-    @property
-    def wave_columns(self) -> int:
-        """Columns that one wgmma multiplies."""
-        return self.config.tile_n
+        return (24, 240) if self.crowded else (40, 232)
 
     def tiled_mma(self, a_major: Any, b_major: Any) -> cute.TiledMma:
-        atoms = 1 if self.config.pingpong else MATH_WARPGROUPS
-        shape = (BLOCK_ROWS, self.wave_columns)
-        return hopper.make_trivial_tiled_mma(
-            self.element, self.b_element, a_major, b_major, Float32, (atoms, 1, 1), shape
-        )
+        config, operands = self.config, self.operands
+        groups = 1 if config.pingpong else MATH_WARPGROUPS
+        rows = None
+        if self.adjacent:
+            blocks = SCALE_BLOCK // BLOCK_ROWS
+            rows = cute.make_layout((BLOCK_ROWS, groups, blocks), stride=(1, SCALE_BLOCK, BLOCK_ROWS))
+        mma = hopper.make_trivial_tiled_mma(
+            operands.element, operands.b_element, a_major, b_major, Float32, (groups, 1, 1),
+            (BLOCK_ROWS, operands.wave_columns(config)),
+        )  # fmt: skip
+        if rows is None:
+            return mma
+        return cute.make_tiled_mma(mma.op, (groups, 1, 1), (rows, config.tile_n, operands.tile_k))
 
     def grid(self, ctas: Int32) -> dict[str, Any]:
         """Launch arguments for ``ctas`` CTAs, with clusters along y."""
@@ -283,17 +285,17 @@ class Gemm:
 
     def layouts(self, a_major: Any, b_major: Any) -> Layouts:
         """Shared-memory layouts of the kernel."""
-        a = self.smem_layout((self.config.tile_m, self.tile_k), a_major, self.stages)
-        b = self.smem_layout((self.config.tile_n, self.tile_k), b_major, self.stages)
+        a = self.smem_layout((self.config.tile_m, self.operands.tile_k), a_major, self.stages)
+        b = self.smem_layout((self.config.tile_n, self.operands.tile_k), b_major, self.stages)
         return Layouts(a, b, self.box_layout(self.boxes))
 
     def smem_layout(self, tile: tuple[int, int], major: Any, stages: int) -> Any:
         """Shared-memory layout of an operand's tile: the widest swizzle that fits its contiguous side."""
         by_k = major == OperandMajorMode.K
         kind = hopper.get_smem_layout_atom(
-            LayoutEnum.ROW_MAJOR if by_k else LayoutEnum.COL_MAJOR, self.element, tile[1] if by_k else tile[0]
+            LayoutEnum.ROW_MAJOR if by_k else LayoutEnum.COL_MAJOR, self.operands.element, tile[1] if by_k else tile[0]
         )
-        atom = warpgroup.make_smem_layout_atom(kind, self.element)
+        atom = warpgroup.make_smem_layout_atom(kind, self.operands.element)
         return cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2) if by_k else (1, 0, 2))
 
     def box_layout(self, boxes: int) -> Any:
@@ -306,22 +308,24 @@ class Gemm:
 
     def shared_memory(self, layouts: Layouts) -> tuple[Shared, Rings]:
         """Allocate the shared memory and the rings over it."""
-        config = self.config
+        config, operands = self.config, self.operands
         smem = SmemAllocator()
         ab_barriers = smem.allocate_array(Int64, 2 * self.stages)
         ring_barriers = smem.allocate_array(Int64, 2 * tiles.RING_STAGES)
         read_barriers = smem.allocate_array(Int64, 2 * MATH_WARPGROUPS * max(self.load_stages, 1))
         drawing = tiles.make_drawing(smem, config)
         slots = smem.allocate_tensor(Int32, cute.make_layout((tiles.SLOT, tiles.RING_STAGES)), 16)
-        s_a = smem.allocate_tensor(self.element, layouts.a.outer, 1024, swizzle=layouts.a.inner)
-        s_b = smem.allocate_tensor(self.b_element, layouts.b.outer, 1024, swizzle=layouts.b.inner)
+        s_a = smem.allocate_tensor(operands.element, layouts.a.outer, 1024, swizzle=layouts.a.inner)
+        s_b = smem.allocate_tensor(operands.b_element, layouts.b.outer, 1024, swizzle=layouts.b.inner)
         s_box = smem.allocate_tensor(self.box_element, layouts.boxes.outer, 1024, swizzle=layouts.boxes.inner)
-        scales = self.shared_scales(smem)
+        scales, scale_bytes = None, 0
+        if operands.staged:
+            scales, scale_bytes = operands.shared_scales(self, smem), operands.scale_bytes(self)
         ab = pipeline.PipelineTmaAsync.create(
             num_stages=self.stages,
             producer_group=threads(1 + LANES * self.gather_warps),
             consumer_group=threads((4 if config.pingpong else 8) * config.ctas),
-            tx_count=config.stage_bytes - self.gathered_bytes + self.scale_bytes,
+            tx_count=config.stage_bytes - self.gathered_bytes + scale_bytes,
             barrier_storage=ab_barriers,
             cta_layout_vmnk=cute.make_layout((1, config.cluster_m, config.cluster_n, 1)),
             defer_sync=True,
@@ -349,13 +353,9 @@ class Gemm:
         pipeline.pipeline_init_wait(cluster_shape_mn=(config.ctas, 1))
         return Shared(s_a, s_b, s_box, slots, drawing, scales), Rings(ab, ring, reads)
 
-    def shared_scales(self, smem: SmemAllocator) -> Any:
-        """Allocate the stages of the operands' scales."""
-        return None
-
     def across_atom(self, t: cute.Tensor, smem: cute.ComposedLayout, ctas: int) -> Any:
         """The TMA load of one swizzle's width of an operand that is MN-major; see `across`."""
-        one, k = cute.slice_(smem, (None, None, 0)), self.tile_k
+        one, k = cute.slice_(smem, (None, None, 0)), self.operands.tile_k
         box = cute.local_tile(cute.make_tensor(0, one.outer), (k, k), (0, 0)).layout
         return Tma(*cpasync.make_tiled_tma_atom(
             SHARED_LOAD if ctas > 1 else LOAD, t, cute.make_composed_layout(one.inner, one.offset, box), (k, k),
@@ -369,7 +369,7 @@ class Gemm:
         Columns past the tensor are never used. But TMA takes several times as long to fill a box with zeros as to load
         one. So in place of a box that is entirely past the tensor, the last box of the tensor is loaded.
         """
-        k = self.tile_k
+        k = self.operands.tile_k
         last = (width + k - 1) // k - 1
         pairs = []
         for b in range(tile // k):
@@ -403,9 +403,9 @@ class Gemm:
         acc = cute.make_rmem_tensor(part.partition_shape_C((config.tile_m, config.tile_n)), Float32)
         consumer = Consumer(group, thread, shared.boxes, self.box_copies(thread), rings.inputs)
 
-        if const_expr(self.takes_turns):
+        if const_expr(config.pingpong or self.operands.takes_turns):
             if group == 1:
-                self.pass_turn(group)
+                pass_turn(group)
 
         consumed = Int32(0)  # stages of A and B
         inputs = pipeline.make_pipeline_state(CONSUMER, max(self.load_stages, 1))
@@ -419,25 +419,23 @@ class Gemm:
                 if const_expr(config.pingpong):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
                 if tile.depth > 0:
-                    self.main_loop(tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, shared.scales, env)
+                    self.operands.main_loop(
+                        self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, shared.scales, env
+                    )  # fmt: skip
                 else:
                     acc.fill(0.0)
                     if const_expr(config.pingpong):
-                        self.pass_turn(group)
+                        pass_turn(group)
                 inputs = self.finish(acc, tile, consumer, inputs, env)
             consumed += tile.depth
             turn, tile = tiles.take(rings.tiles, turn, shared.slots, self.tile_kind)
         if thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def pass_turn(self, group) -> None:
-        """Give the tensor cores to the other warpgroup."""
-        cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + 1 - group, number_of_threads=2 * WARPGROUP)
-
     def box_copies(self, thread) -> Copies:
         """Copies of a warpgroup's 64 rows of accumulators to a box and from one."""
         # the layout of one atom's accumulators, which is the same for every tile
-        element = self.value_element
+        element = self.operands.value_element
         one = hopper.make_trivial_tiled_mma(
             element, element, OperandMajorMode.K, OperandMajorMode.K, Float32, (1, 1, 1),
             (BLOCK_ROWS, EPILOGUE_COLUMNS),
@@ -449,50 +447,9 @@ class Gemm:
         fetch = cute.make_copy_atom(warp.LdMatrix8x8x16bOp(False, 4), element)
         return Copies(*(cute.make_tiled_copy_C(atom, one).get_slice(thread) for atom in (store, fetch)))
 
+    @abstractmethod
     def finish(self, acc, tile, consumer, inputs, env):
         """Write a tile's results. Return the state of the ring of inputs. A tile of depth 0 has had no mainloop."""
-        raise NotImplementedError
-
-    @cute.jit
-    def main_loop(self, tiled_mma, acc, r_a, r_b, ab, consumed, tile, group, scales, env):
-        """A @ B into ``acc`` over the tiles of K; one wgmma group stays in flight while the next is issued.
-
-        Every stage has a fence. Without those, ptxas adds them, except in kernels that add to their output by TMA:
-        there it waits for each wgmma instead, and a weight gradient takes up to 1.7 times as long.
-        """
-        # A new state for each tile: one number, not two, stays in registers during the epilogue.
-        state = pipeline.PipelineState(self.stages, consumed, consumed % self.stages, consumed // self.stages % 2)
-        released = state.clone()
-        tiled_mma.set(warpgroup.Field.ACCUMULATE, False)
-        self.wait_for_stage(ab, state)
-        warpgroup.fence()
-        for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
-            cute.gemm(tiled_mma, acc, r_a[None, None, kb, state.index], r_b[None, None, kb, state.index], acc)
-            tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        warpgroup.commit_group()
-        state.advance()
-        released = self.multiply_stages(tiled_mma, acc, r_a, r_b, ab, state, released, tile.depth - 1)
-        if const_expr(self.config.pingpong):
-            self.pass_turn(group)
-        warpgroup.wait_group(0)
-        ab.consumer_release(released)
-
-    @cute.jit
-    def multiply_stages(self, tiled_mma, acc, r_a, r_b, ab, state, released, count):
-        """Add the products of ``count`` stages from ``state`` on. Each stage is released once the next has been issued,
-        from ``released`` on; return the first stage that is not released yet.
-        """
-        for _ in cutlass.range(count, unroll=1):
-            self.wait_for_stage(ab, state)
-            warpgroup.fence()
-            for kb in cutlass.range_constexpr(cute.size(r_a, mode=[2])):
-                cute.gemm(tiled_mma, acc, r_a[None, None, kb, state.index], r_b[None, None, kb, state.index], acc)
-            warpgroup.commit_group()
-            state.advance()
-            warpgroup.wait_group(1)
-            ab.consumer_release(released)
-            released.advance()
-        return released
 
     def wait_for_stage(self, ab, state) -> None:
         """Wait until a stage is full, and order copies through the generic proxy before wgmma's reads."""
@@ -502,6 +459,8 @@ class Gemm:
 
     def block_row(self, i: int, group):
         """First row, within the tile, of a warpgroup's i-th block of 64 rows."""
+        if self.adjacent:
+            return group * SCALE_BLOCK + i * BLOCK_ROWS
         return i * BLOCK_ROWS if self.config.pingpong else (i * MATH_WARPGROUPS + group) * BLOCK_ROWS
 
     def row_of(self, thread, v: int):

@@ -26,6 +26,17 @@ So one descriptor is enough for all experts.
 tile of B is half gate rows, half up rows, loaded by one descriptor. Columns j and j + tile_n / 2 of the accumulators
 then form a pair. If gate and up alternate, adjacent columns do.
 
+| warps | role | takes a tile from the ring | other barriers |
+|---|---|---|---|
+| 0 to 3, 4 to 7 | math warpgroups: products and epilogue | yes | see the table of common.py |
+| 8 | loads A and B, and their scales if stages have some | yes | stages of A and B: waits for empty, arrives at full |
+| 9 | scheduler | fills it | `scheduler.Drawing` |
+| 10, 11 | load the inputs of the epilogue, for one math warpgroup each | yes | the ring of that warpgroup's inputs |
+| 10, 11 or 12 to 15 | gather rows of A | yes | stages of A and B: all their lanes arrive, after their copies |
+
+Run: tests/unit/test_sm90_compile.py, tests/gpu/test_sm90_kernels.py, tests/gpu/test_sm90_gather.py;
+``python -m benchmarks --only tiles``.
+
 Axes: M rows of a tile, N columns, K contraction, E experts.
 """
 
@@ -55,6 +66,7 @@ from fusedmoe.kernels.sm90.gemm.common import (  # fmt: skip
     Gemm,
     Tma,
 )
+from fusedmoe.kernels.sm90.tiles import legal
 from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 
 
@@ -90,27 +102,19 @@ class RaggedM(Gemm):
     ranges: bool = False  # whether ``offsets`` has ranges of rows, see `tiles.expert_rows`
 
     def __post_init__(self) -> None:
-        if (self.config.cluster_m, self.config.cluster_n) != (2, 1):
-            raise ValueError(f"ragged M: expected a cluster of two row tiles, got {self.config.name}")
-        if self.paired and self.b_major == "n" and self.config.tile_n % (2 * self.tile_k):
-            raise ValueError(f"halves of a tile are loaded {self.tile_k} columns at a time, got {self.config.name}")
-        if self.gather_warps == 2 and self.boxes_read:
-            raise ValueError(f"warps 10 and 11 load the inputs of the epilogue, and cannot gather: {self.config.name}")
-        if self.gather and self.config.tile_m % (self.gather_warps * LANES):
-            raise ValueError(
-                f"{self.gather_warps} warps gather equal shares of {LANES} rows or a multiple, got {self.config.name}"
-            )
-
-    @property
-    def stored_element(self) -> Any:
-        """Type of the operands as arguments: bytes for FP8, which not every torch passes on."""
-        return cutlass.Uint8 if self.element.width == 8 else self.element
+        formula = self.epilogue.formula
+        needs = legal.RaggedMNeeds(
+            scaled=self.operands.scaled, b_major=self.b_major, halves=self.paired, reads=self.boxes_read > 0,
+            gather=self.gather, blocks=self.adjacent, formula=formula.name, interleaved=formula.interleaved,
+        )  # fmt: skip
+        legal.check(self.config, needs)
 
     @property
     def symbol(self) -> str:
         gather = "_gather" if self.gather else ""
         ranges = "_ranges" if self.ranges else ""
-        return f"sm90_ragged_m{gather}{ranges}_{self.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}"
+        name = f"{self.operands.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}{self.operands.suffix}"
+        return f"sm90_ragged_m{gather}{ranges}_{name}"
 
     @property
     def paired(self) -> bool:
@@ -119,7 +123,7 @@ class RaggedM(Gemm):
 
     @property
     def box_element(self) -> Any:
-        return Float32 if self.epilogue.fp32 else self.value_element
+        return Float32 if self.epilogue.fp32 else self.operands.value_element
 
     @property
     def boxes_read(self) -> int:
@@ -131,10 +135,7 @@ class RaggedM(Gemm):
 
     @property
     def gather_warps(self) -> int:
-        """Four, since two delay the product: FC1 of 262,144 x 2,048 x 1,536 takes 2.79 ms with two, 2.38 ms with four,
-        and 2.24 ms for rows in order. Two with 256 columns: ptxas compiles no such wgmma for 512 threads.
-        """
-        return 0 if not self.gather else 4 if self.config.tile_n <= 192 else 2
+        return legal.gather_warps(self.config) if self.gather else 0
 
     @property
     def steps(self) -> int:
@@ -146,32 +147,50 @@ class RaggedM(Gemm):
         return self.epilogue.boxes_of(self.steps)
 
     @property
-    def has_scales(self) -> bool:
-        """Whether the operands have scales."""
-        return self.scale_space > 0
-
-    @property
     def rounds(self) -> bool:
         """Whether an activation is that of the rounded preactivation, so that backward can recompute it."""
-        return False
+        return self.operands.scaled
+
+    @property
+    def blocks(self) -> Any:
+        """The `BlockOutput`, or None."""
+        return self.epilogue.blocks
+
+    @property
+    def adjacent(self) -> bool:
+        return self.blocks is not None
+
+    @property
+    def crowded(self) -> bool:
+        return self.adjacent or (self.boxes_read > 0 and self.config.tile_n > 160)
+
+    @property
+    def tile_kind(self) -> type:
+        of_blocks = self.blocks is not None and self.blocks.places_blocks(self.epilogue.formula)
+        return scheduler.TileWithBlock if of_blocks else scheduler.Tile
+
+    @property
+    def store_stages(self) -> int:
+        return super().store_stages if self.blocks is None else self.blocks.buffers
 
     # -- compile
 
     def compile(self) -> Any:
         """Compile without a GPU; the arguments are those of ``__call__``, without the stream."""
         rows, experts = cute.sym_int(), cute.sym_int()
-        fake, pitch = cute.runtime.make_fake_tensor, self.fake_pitch
+        fake, operands = cute.runtime.make_fake_tensor, self.operands
+        pitch = lambda: cute.sym_int64(divisibility=operands.alignment)  # noqa: E731
         strides = (pitch(), pitch(), 1) if self.b_major == "k" else (pitch(), 1, pitch())
-        b = fake(self.stored_element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
-        bias = fake(self.value_element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
+        b = fake(operands.stored_element, (experts, cute.sym_int(), cute.sym_int()), strides, assumed_align=16)
+        bias = fake(operands.value_element, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1))
         offsets, row_scale, counter = (
             fake(dtype, (n,), (1,))
             for dtype, n in ((Int32, cute.sym_int() if self.ranges else experts), (Float32, cute.sym_int()), (Int32, 1))
         )
         tokens = cute.sym_int() if self.gather else rows
         index = [fake(Int32, (rows,), (1,))] if self.gather else []
-        scales = self.fake_scales(tokens, experts)
-        inputs = [self.fake_matrix(rows, self.value_element)] if self.boxes_read else []
+        scales = operands.fake_scales(experts, tokens) if operands.scaled else []
+        inputs = [self.fake_matrix(rows, operands.value_element)] if self.boxes_read else []
         outputs = [tensor for output in self.epilogue.outputs for tensor in output.fake(self, rows)]
         return cute.compile(
             self, self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
@@ -179,12 +198,9 @@ class RaggedM(Gemm):
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
 
-    def fake_pitch(self) -> Any:
-        return cute.sym_int64(divisibility=self.alignment)
-
     def fake_matrix(self, rows: Any, element: Any = None) -> Any:
         """A matrix with this number of rows, for the compiler; of the operands' type, unless ``element`` is given."""
-        element = element or self.stored_element
+        element = element or self.operands.stored_element
         pitch = cute.sym_int64(divisibility=ALIGNMENT_BYTES * 8 // element.width)
         return cute.runtime.make_fake_tensor(element, (rows, cute.sym_int()), (pitch, 1), assumed_align=16)
 
@@ -198,11 +214,12 @@ class RaggedM(Gemm):
         """Launch. ``tensors`` are the scales of a and b, if their blocks have scales; the index, if rows are gathered;
         the input of the epilogue's formula, if it has one; and then its outputs.
         """
-        config, formula, scales = self.config, self.epilogue.formula, None
-        if const_expr(self.stored_element is not self.element):
-            a, b = cute.recast_tensor(a, self.element), cute.recast_tensor(b, self.b_element)
-        if const_expr(self.has_scales):
-            scales, tensors = self.scale_loads(tensors[:2]), tensors[2:]
+        config, operands, formula, scales = self.config, self.operands, self.epilogue.formula, None
+        if const_expr(operands.scaled):
+            a, b = cute.recast_tensor(a, operands.element), cute.recast_tensor(b, operands.b_element)
+            scales, tensors = tuple(tensors[:2]), tensors[2:]
+            if const_expr(operands.staged):
+                scales = operands.scale_loads(scales)
         major = OperandMajorMode.K if self.b_major == "k" else OperandMajorMode.MN
         layouts = self.layouts(OperandMajorMode.K, major)
 
@@ -222,7 +239,7 @@ class RaggedM(Gemm):
         if const_expr(self.gather):
             gathered, rows, tensors = Gathered(a, tensors[0]), tensors[0].shape[0], tensors[1:]
         else:
-            a_box, a_tile = cute.slice_(layouts.a, (None, None, 0)), (config.tile_m, self.tile_k)
+            a_box, a_tile = cute.slice_(layouts.a, (None, None, 0)), (config.tile_m, operands.tile_k)
             whole_a, shared_a = (
                 Tma(*cpasync.make_tiled_tma_atom(op, a, a_box, a_tile, num_multicast=ctas))
                 for op, ctas in ((LOAD, 1), (SHARED_LOAD, config.ctas))
@@ -230,7 +247,7 @@ class RaggedM(Gemm):
         if const_expr(self.b_major == "n"):
             shared_b = self.across_atom(b_view, layouts.b, config.ctas)
         else:
-            b_box, b_tile = cute.slice_(layouts.b, (None, None, 0)), (tile_n, self.tile_k)
+            b_box, b_tile = cute.slice_(layouts.b, (None, None, 0)), (tile_n, operands.tile_k)
             shared_b = Tma(*cpasync.make_tiled_tma_atom(SHARED_LOAD, b_view, b_box, b_tile, num_multicast=config.ctas))
         inputs = None
         if const_expr(self.boxes_read > 0):
@@ -246,18 +263,6 @@ class RaggedM(Gemm):
             Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k, experts,
         ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
 
-    def fake_scales(self, rows: Any, experts: Any) -> list[Any]:
-        """The scales of A and B, for the compiler."""
-        return []
-
-    def scale_loads(self, tensors: Any) -> tuple[Tma, Tma]:
-        """The loads of the scales."""
-        raise NotImplementedError
-
-    def scales_of_experts(self, scales: Any) -> Any:
-        """The scales of A and B among `Loads.scales`, if the math warpgroups read them from memory."""
-        return None
-
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
         width = t.shape[1] // count
@@ -265,8 +270,14 @@ class RaggedM(Gemm):
             t.iterator, cute.make_layout((t.shape[0], width, count), stride=(t.stride[0], 1, width))
         )
 
-    def store_atom(self, t: cute.Tensor, parts: int) -> Tma:
-        """A store that ends at an expert's last row: (64, W, parts, R + 1), see the module's docstring."""
+    def store_atom(self, t: cute.Tensor, parts: int) -> Any:
+        """A store by TMA that ends at an expert's last row: (64, W, parts, R + 1), see the module's docstring. For
+        stores by threads, the tensor (R, W, parts).
+        """
+        if self.operands.scaled:
+            width = cute.assume(t.shape[1] // parts, divby=128 // self.box_element.width)
+            layout = cute.make_layout((t.shape[0], width, parts), stride=(t.stride[0], 1, width))
+            return cute.make_tensor(t.iterator, layout)
         box = cute.slice_(self.box_layout(self.boxes), (None, None, 0))
         view = self.in_parts(t, parts)
         pitch = t.stride[0]
@@ -280,10 +291,6 @@ class RaggedM(Gemm):
 
     # -- device side
 
-    def scheduled_rows(self, rows, outputs):
-        """Rows of the tiles of all experts and of the tail."""
-        return rows
-
     @cute.kernel
     def kernel(
         self, loads, inputs, outputs, tiled_mma, layouts, offsets, bias, row_scale, counter, numbers,
@@ -296,7 +303,8 @@ class RaggedM(Gemm):
             if warp_idx == LOAD_WARP:
                 self.load(loads, shared, rings, n)
             elif warp_idx == SCHEDULER_WARP:
-                k_tiles = (k + self.tile_k - 1) // self.tile_k
+                tile_k = self.operands.tile_k
+                k_tiles = (k + tile_k - 1) // tile_k
                 share = scheduler.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 scheduler.schedule_ragged_m(
                     offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
@@ -307,12 +315,19 @@ class RaggedM(Gemm):
                     self.gather_rows(loads.gathered, shared, rings, k, warp_idx - self.gather_warp)
                 elif const_expr(self.boxes_read > 0):
                     self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
+            elif const_expr(self.blocks is not None):
+                self.blocks.load_inputs(self, inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
             elif const_expr(self.boxes_read > 0):
                 self.load_inputs(inputs, shared, rings, warp_idx - EPILOGUE_LOAD_WARP)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
-            env = Arguments(outputs, bias, row_scale, numbers, rows, n, self.scales_of_experts(loads.scales))
+            of_experts = None if self.operands.staged else loads.scales
+            env = Arguments(outputs, bias, row_scale, numbers, rows, n, of_experts)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
+
+    def scheduled_rows(self, rows, outputs):
+        """Rows of the tiles of all experts and of the tail."""
+        return rows if self.blocks is None else self.blocks.scheduled_rows(rows, outputs[-1])
 
     @cute.jit
     def load(self, loads, shared, rings, n):
@@ -332,11 +347,14 @@ class RaggedM(Gemm):
                     half_a = self.loads_a(loads.shared_a, shared.a, tile.row, rank, 2)
                 half_b, other_b = (self.loads_b(loads.shared_b, shared.b, tile, n, r) for r in (rank, 1 - rank))
                 b_to = Int16(cutlass.select_(shares_rows, alone, both))
-                scales = self.scale_copies(loads.scales, shared.scales, tile, n)
+                scales = []
+                if const_expr(self.operands.staged):
+                    scales = self.operands.scale_copies(self, loads.scales, shared.scales, tile, n)
                 for k_tile in cutlass.range(tile.depth, unroll=1):
                     ab.producer_acquire(state)
                     full = ab.producer_get_barrier(state)
-                    self.load_scales(scales, k_tile, state.index, full)
+                    for atom, to, source in scales:
+                        cute.copy(atom, source[None, k_tile], to[None, state.index], tma_bar_ptr=full)
                     self.copy(loads.shared_b, half_b, k_tile, state.index, full, b_to)
                     if shares_rows:
                         self.copy(loads.shared_b, other_b, k_tile, state.index, full, alone)
@@ -346,13 +364,6 @@ class RaggedM(Gemm):
                     state.advance()
             turn, tile = scheduler.take(rings.tiles, turn, shared.slots)
         ab.producer_tail(state)
-
-    def scale_copies(self, loads, scales, tile, n) -> list[Any]:
-        """The copies of a tile's scales."""
-        return []
-
-    def load_scales(self, copies, k_tile, stage, full) -> None:
-        """Start the loads of a stage's scales."""
 
     @cute.jit
     def gather_rows(self, gathered, shared, rings, k, share):
@@ -381,7 +392,7 @@ class RaggedM(Gemm):
     def gathering(self, gathered, shared, k, share):
         """What a lane of a gathering warp needs to copy its share of the rows of A."""
         count, lane, matrix = self.config.tile_m // self.gather_warps, cute.arch.lane_idx(), gathered.matrix
-        value_bytes = self.element.width // 8
+        value_bytes = self.operands.element.width // 8
         return Gathering(
             gathered.index,
             matrix.iterator.toint(),
@@ -404,8 +415,8 @@ class RaggedM(Gemm):
 
     def copy_gathered(self, indices, rows, k_tile, stage, checked):
         """Start the copies of one stage of a tile's rows."""
-        value_bytes = self.element.width // 8
-        column = k_tile * self.tile_k + chunk(rows.lane) * (CHUNK_BYTES // value_bytes)
+        value_bytes = self.operands.element.width // 8
+        column = k_tile * self.operands.tile_k + chunk(rows.lane) * (CHUNK_BYTES // value_bytes)
         operand, left = rows.operand + column * value_bytes, (rows.k - column) * value_bytes
         place = rows.stages + stage * self.gathered_bytes
         copy_rows(indices, operand, rows.pitch, left, place, rows.lane, checked=checked)
@@ -417,7 +428,8 @@ class RaggedM(Gemm):
 
     def loads_a(self, load, s_a, row, part, parts: int):
         """Shared and global sides of the loads of a part of a tile of A."""
-        g_a = cute.local_tile(cute.domain_offset((row, 0), load.tensor), (self.config.tile_m, self.tile_k), (0, None))
+        tile = (self.config.tile_m, self.operands.tile_k)
+        g_a = cute.local_tile(cute.domain_offset((row, 0), load.tensor), tile, (0, None))
         s_a, g_a = cute.group_modes(s_a, 0, 2), cute.group_modes(g_a, 0, 2)
         return [cpasync.tma_partition(load.atom, part, cute.make_layout(parts), s_a, g_a)]
 
@@ -437,7 +449,7 @@ class RaggedM(Gemm):
         # a tile past the last column loads the last one instead, see `across`; its results are not stored
         at = cutlass.min(column, self.tiles_n(n) - 1)
         tile_n, at = ((config.tile_n // 2, 2), (at, 0)) if self.paired else (config.tile_n, at)
-        g_b = cute.group_modes(cute.local_tile(weight, (tile_n, self.tile_k), (at, None)), 0, 2)
+        g_b = cute.group_modes(cute.local_tile(weight, (tile_n, self.operands.tile_k), (at, None)), 0, 2)
         return [cpasync.tma_partition(tma, part, cute.make_layout(config.ctas), cute.group_modes(s_b, 0, 2), g_b)]
 
     def tiles_n(self, n):
@@ -482,8 +494,13 @@ class RaggedM(Gemm):
                 tma_bar_ptr=ring.producer_get_barrier(here),
             )  # fmt: skip
 
-    @cute.jit
     def finish(self, acc, tile, consumer, inputs, env):
+        if self.blocks is not None:
+            return self.blocks.finish_tile(self, acc, tile, consumer, inputs, env)
+        return self.finish_tile(acc, tile, consumer, inputs, env)
+
+    @cute.jit
+    def finish_tile(self, acc, tile, consumer, inputs, env):
         """Accumulators to results, 64 rows at a time."""
         for i in cutlass.range_constexpr(self.config.blocks):
             shift = self.block_row(i, consumer.group)
@@ -541,6 +558,9 @@ class RaggedM(Gemm):
 
     def store(self, box, block, count, to):
         """Store the valid rows of a box from row ``block.top`` of an output; see the module's docstring."""
+        if self.operands.scaled:
+            self.operands.store(self, box, block, count, to)
+            return
         rows = to.tensor[None, None, box.part, block.top + block.valid]
         here = cute.domain_offset((BLOCK_ROWS - block.valid, 0), rows)
         target = cute.local_tile(here, (BLOCK_ROWS, EPILOGUE_COLUMNS), (0, box.column))
@@ -553,7 +573,7 @@ class RaggedM(Gemm):
         if not (self.epilogue.formula.interleaved and self.boxes_read):
             return copies
         # Interleaved boxes of gate and up: a thread copies its accumulators' values, four adjacent columns at a time.
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.value_element, num_bits_per_copy=64)
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.operands.value_element, num_bits_per_copy=64)
         rows = BLOCK_ROWS
         places = cute.make_layout(((4, 8, 4), (4, 2, 2)), stride=((4 * rows, 1, 16), (rows, 8, 16 * rows)))
         pairs = cute.make_tiled_copy(atom, places, (rows, EPILOGUE_COLUMNS)).get_slice(thread)

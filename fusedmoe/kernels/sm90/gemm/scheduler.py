@@ -11,6 +11,16 @@ write zeros.
 A ragged M product may also compute given ranges of the experts' rows (rows/move/ranges.py), one range after the other.
 Before the first tile of the second range, the warp waits for a word in memory, which is not 0 once the rows of A have
 arrived. The tiles of the first range are computed meanwhile.
+
+| barrier | arrives | waits |
+|---|---|---|
+| a tile is in the ring | lane 0 of the scheduler warp (`put`) | all warps that work on tiles (`take`) |
+| a place in the ring is empty | lane 0 of each of these warps, which has read the tile for all | the scheduler warp |
+| `Drawing.told`, of CTA 1 | the word that CTA 0 has drawn, by an asynchronous store | lane 0 of CTA 1's scheduler |
+| `Drawing.read`, of CTA 0 | lane 0 of CTA 1's scheduler, with the word in a register | lane 0 of CTA 0's scheduler |
+
+Run: tests/unit/test_sm90_schedule.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_sm90_row_ranges.py;
+``python -m benchmarks --only tiles``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The choice of a product's tile configuration: a model of an SM's time, and measured exceptions by coarse shape.
 
 `choose` looks in this order: the table that ``fusedmoe tune`` wrote on this machine (tuned.py), the measurements that
-come with fusedmoe (measured.py), the model. All candidates are legal. The compile tests read the SASS of each, and list
-the few register spills. Nothing is tuned at run time.
+come with fusedmoe (measured.py), the model. All candidates are legal (legal.py). The compile tests read the SASS of
+each, and list the few register spills. Nothing is tuned at run time.
 
 The model, in cycles of an SM at 1.45 GHz, the clock of an H100 under full tensor load:
 
@@ -48,6 +48,7 @@ from typing import Literal
 
 from fusedmoe.kernels.sm90.tiles import tuned
 from fusedmoe.kernels.sm90.tiles.config import ELEMENT_BYTES, EPILOGUE_COLUMNS, SWIZZLE_BYTES, TileConfig
+from fusedmoe.kernels.sm90.tiles.legal import Needs, RaggedKNeeds, RaggedMNeeds, why_not
 from fusedmoe.kernels.sm90.tiles.measured import MEASURED, Coarse
 
 Family = Literal[
@@ -79,18 +80,16 @@ CO_128 = TileConfig(128, 128, 2, 1, pingpong=False)
 # instructions. In a product of GPT-OSS-20B's size on an H100, 6,500 to 8,400 instructions take 1.7 to 1.8 ms, 8,800
 # 1.85, 9,000 2.1 to 2.2, 9,900 2.87; those of 128x128, 5,000 to 7,000, take 2.1. A loop over the two blocks of 64 rows,
 # with the accumulators moved in between, would be half as long, but ptxas then spills all of them.
-# "transposed_activation", whose weight is [gate | up] with unit stride along N, has no 128x192 either: each half of a
-# tile is loaded 64 columns at a time.
 # "wgrad_gathered_a" and "wgrad_gathered_b": a cluster cannot share the gathered operand. So that operand has the short
 # side of the tile, and the cluster shares the other one: the L2 delivers the fewest bytes.
 # "fp8_wgrad": of tiles with the same estimate, the first one is chosen. Tall ones read the fewest scales.
 # Measured and left out: 128x160 (a quarter slower than 128x192 throughout); L2 eviction hints on data that is read once
 # (up to 15% slower); 256x128 over two rows of a weight gradient (never the fastest); clusters that always share the
 # weights (a second tile is often empty: up to a fifth slower with 256 to 640 rows per expert) or always the rows.
-CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
+_WANTED: dict[Family, tuple[TileConfig, ...]] = {
     "plain": (PP_192, CO_256, PP_128),
     "activation": (PP_192, CO_256, PP_128),
-    "transposed_activation": (CO_256, PP_128),
+    "transposed_activation": (PP_192, CO_256, PP_128),
     "derivative": (PP_192, PP_128),
     "heavy_derivative": (PP_128,),
     "wgrad": (PP_192, CO_256, CO_256_TALL, CO_256_ALONE),
@@ -102,6 +101,25 @@ CANDIDATES: dict[Family, tuple[TileConfig, ...]] = {
     "fp8_derivative_codes": (CO_256_ROWS,),
     "fp8_wgrad": (CO_256_TALL, CO_256, CO_256_ALONE),
 }
+NEEDS: dict[Family, Needs] = {
+    "plain": RaggedMNeeds(),
+    "activation": RaggedMNeeds(halves=True),
+    "transposed_activation": RaggedMNeeds(halves=True, b_major="n"),
+    "derivative": RaggedMNeeds(reads=True),
+    "heavy_derivative": RaggedMNeeds(reads=True),
+    **{family: RaggedKNeeds(gathered=gathered) for gathered, family in WGRADS.items()},
+    "fp8_plain": RaggedMNeeds(scaled=True),
+    "fp8_activation": RaggedMNeeds(scaled=True, halves=True),
+    "fp8_derivative": RaggedMNeeds(scaled=True, reads=True),
+    "fp8_derivative_codes": RaggedMNeeds(scaled=True, reads=True, blocks=True),
+    "fp8_wgrad": RaggedKNeeds(scaled=True),
+}
+"""The properties of the kernels of each family that their tiles depend on."""
+CANDIDATES = {
+    family: tuple(config for config in configs if why_not(config, NEEDS[family]) is None)
+    for family, configs in _WANTED.items()
+}
+"""The configurations that `choose` compares, by family: those for which there is a kernel."""
 
 # Cycles of an epilogue for 64 x 32 results of a warpgroup, if nothing overlaps them. "heavy_derivative" is an estimate,
 # "transposed_activation" has the value of "activation", and a gathered weight gradient that of "wgrad". The others are
