@@ -27,13 +27,23 @@ from kept import contents, kept
 from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.build.cache_key import key
 from fusedmoe.kernels.build.compiler import SYMBOL
-from fusedmoe.kernels.sm90.epilogue.outputs import Backward, activation, derivative
+from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, derivative_codes
+from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, Backward, activation, derivative
+from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
 from fusedmoe.kernels.sm90.gemm.common import MATH_WARPGROUPS, Gemm
 from fusedmoe.kernels.sm90.gemm.operands import Plain
 from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.gemm.scheduler import RING_STAGES, SLOT
-from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_TALL, PP_192, PP_192_TALL, WGRADS
+from fusedmoe.kernels.sm90.tiles.choice import (
+    CANDIDATES,
+    CO_256,
+    CO_256_TALL,
+    PP_192,
+    PP_192_TALL,
+    ROW_VALUES,
+    WGRADS,
+)
 from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 
 SHIPPED = [
@@ -280,6 +290,17 @@ def test_every_candidate_is_compiled_here(family):
 
 def test_every_configuration_is_shipped():
     assert {kernel.config for kernel in SHIPPED} >= {config for family in FAMILIES for config in CANDIDATES[family]}
+
+
+def test_the_choice_knows_the_bytes_of_the_outputs():
+    """Those of derivatives of FP8 operands are fitted: half as many as the outputs have."""
+    swiglu = {"plain": PLAIN, "activation": activation("swiglu", keep=True), "derivative": GEGLU_BACKWARD}
+    swiglu |= {"transposed_activation": swiglu["activation"], "heavy_derivative": swiglu["derivative"]}
+    in_fp8 = {"fp8_plain": PLAIN, "fp8_activation": activation("swiglu", keep=True, result=RowCodes())}
+    for epilogues, element_bytes in ((swiglu, 2), (in_fp8, 1)):
+        for family, epilogue in epilogues.items():
+            assert epilogue.column_bytes == element_bytes * ROW_VALUES[family], family
+    assert derivative_codes("swiglu", DerivativeCodes()).column_bytes == 2 * 2 + 2 + 2 + 1
 
 
 def family_of(kernel):

@@ -46,11 +46,14 @@ class CodesByExpert(Output):
     tensors: ClassVar[int] = 3
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         return f"_{self.element}_by_expert"
 
     def boxes_of(self, formula, steps):
         return steps // STEPS
+
+    def column_bytes(self, formula):
+        return 1 / formula.accumulators
 
     def fake(self, kernel, rows):
         experts, fake = cute.sym_int(), cute.runtime.make_fake_tensor

@@ -123,7 +123,7 @@ class DerivativeCodes(BlockOutput):
         return 2 * (self.rows + self.columns + self.again)
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         forms = ((self.rows, "_rows"), (self.columns, "_columns"), (self.again, "_keep"))
         return f"_{self.element}" + "".join(text for on, text in forms if on)
 
@@ -156,6 +156,9 @@ class DerivativeCodes(BlockOutput):
 
     def boxes(self, formula):
         return 0
+
+    def column_bytes(self, formula):
+        return (self.rows + self.columns) * formula.halves + self.again
 
     def fake(self, kernel, rows):
         fake, pitch = cute.runtime.make_fake_tensor, lambda of: cute.sym_int64(divisibility=of)

@@ -5,8 +5,10 @@ handles 64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per
 
 An *output* is one result of the kernel. To add one, write a class that states:
 
-- its tensors: `Output.fake` for the compiler, and `Output.parameter` for the device code;
-- its shared memory: `Output.boxes`, the boxes that it stores per step;
+- its name in symbols: `Output.name`;
+- its tensors: their number `Output.tensors`, `Output.fake` for the compiler, and `Output.parameter` for the device code;
+- its bytes: `Output.column_bytes` in memory, for the choice of tiles, and `Output.boxes` in shared memory, the boxes
+  that it stores per step;
 - its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.
 
 quantized.py, codes_by_expert.py and derivative_codes.py have the outputs in FP8.
@@ -38,6 +40,8 @@ from fusedmoe.kernels.sm90.gemm.common import VALUES, Consumer
 from fusedmoe.kernels.sm90.gemm.scheduler import Tile
 from fusedmoe.kernels.sm90.tiles.config import EPILOGUE_COLUMNS
 from fusedmoe.numerics.activations import KINDS
+
+VALUE_BYTES = 2  # of a value that is not quantized
 
 
 class Numbers(NamedTuple):
@@ -327,13 +331,17 @@ class Output:
         return 1
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         """Part of the kernel's symbol."""
         return ""
 
     def boxes(self, formula: Formula) -> int:
         """Boxes that a step stores."""
         return 1
+
+    def column_bytes(self, formula: Formula) -> float:
+        """Bytes that a row of the output has in memory, per column of the accumulators; values have two bytes."""
+        return self.boxes(formula) * VALUE_BYTES / formula.accumulators
 
     def boxes_of(self, formula: Formula, steps: int) -> int:
         """Boxes that all steps of a block of 64 rows store."""
@@ -413,7 +421,7 @@ class Preactivation(Output):
     """The preactivation ``acc + bias``, kept for backward."""
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         return "_keep"
 
     def boxes(self, formula: Formula) -> int:
@@ -449,7 +457,7 @@ class Recomputed(Output):
     """``act(p) * row_scale``, recomputed for the next layer's weight gradient."""
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         return "_keep"
 
     def stores(self, kernel, block, values, column, parameter, state):
@@ -511,8 +519,14 @@ class Epilogue:
     @property
     def name(self) -> str:
         """Part of the kernel's symbol."""
-        suffixes = "".join(output.suffix for output in self.outputs)
-        return self.formula.name + suffixes + ("_fp32" if self.fp32 else "")
+        names = "".join(output.name for output in self.outputs)
+        return self.formula.name + names + ("_fp32" if self.fp32 else "")
+
+    @property
+    def column_bytes(self) -> float:
+        """Bytes that a row reads and writes, per column of the accumulators; values have two bytes."""
+        read = self.formula.boxes_read * VALUE_BYTES / self.formula.accumulators
+        return read + sum(output.column_bytes(self.formula) for output in self.outputs)
 
     @property
     def blocks(self) -> BlockOutput | None:

@@ -53,11 +53,14 @@ class RowCodes(Output):
         return 2
 
     @property
-    def suffix(self) -> str:
+    def name(self) -> str:
         return f"_{self.element}" + ("" if self.power_of_two else "_fp32_scales")
 
     def boxes_of(self, formula, steps):
         return steps * EPILOGUE_COLUMNS // BOX_CODES
+
+    def column_bytes(self, formula):
+        return 1 / formula.accumulators
 
     def fake(self, kernel, rows):
         scale = cute.runtime.make_fake_tensor(
