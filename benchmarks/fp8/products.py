@@ -26,7 +26,8 @@ from benchmarks.problem import Problem
 from fusedmoe.commands.timing import Timer, times_of, why_not
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.quantize import block_functions
-from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.numerics.formats import E5M2, Format, amax_by_expert, fp8_tensor, quantize
 
 FP8, BF16, BY_EXPERT = "fp8", "bf16", "fp8 by expert"
@@ -206,23 +207,24 @@ def _fc1_dgrad(o: Operands) -> InFp8:
 
 
 def _gemm(o: Operands, rows: Form, weight: Form) -> InFp8:
-    (codes, scale), (of_weight, weight_scale), offsets = rows, weight, o.problem.offsets
-    bind, by_expert = scaled_products.bind_block_scaled_gemm, scale.dim() == 1
-    run = bind(codes, of_weight, None, None, DEFAULT, by_expert=by_expert)
+    operands, offsets = (Codes(*rows), Codes(*weight)), o.problem.offsets
+    run = products.bind_grouped_gemm(*operands, None, None, DEFAULT)
 
     def call() -> Tensor:
-        return run(codes, scale, of_weight, weight_scale, None, offsets, None)
+        return run(*operands, None, offsets, None)
 
     return InFp8(call, Candidate(call))
 
 
 def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
-    (x, x_scale), (w, w_scale), offsets, activation = o.x[0], o.weight1[0], o.problem.offsets, o.problem.activation
-    bind = scaled_products.bind_block_scaled_gemm_activation
-    run = bind(x, w, None, None, activation, True, ROWS if quantized else None, DEFAULT)
+    operands, offsets, activation = (Codes(*o.x[0]), Codes(*o.weight1[0])), o.problem.offsets, o.problem.activation
+    run = products.bind_grouped_gemm_activation(
+        *operands, None, None, activation, True, DEFAULT, quantized=ROWS if quantized else None
+    )
 
     def call() -> tuple[Tensor, ...]:
-        return run(x, x_scale, w, w_scale, None, offsets, None)
+        found: tuple[Tensor, ...] = run(*operands, None, offsets, None)
+        return found
 
     def values() -> tuple[Tensor, Tensor]:
         *activated, p = call()
@@ -233,26 +235,24 @@ def _fc1_activation(o: Operands, quantized: bool) -> InFp8:
 
 def _fc2_dgrad_activation(o: Operands) -> InFp8:
     problem = o.problem
-    (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
-    run = scaled_products.bind_block_scaled_gemm_activation_backward(
-        dy, w, p, scale, problem.activation, True, True, DEFAULT
-    )
+    operands, p, scale = (Codes(*o.grad_y[0]), Codes(*o.weight2[1])), problem.preactivation, problem.row_scale
+    run = products.bind_grouped_gemm_activation_backward(*operands, p, scale, problem.activation, True, True, DEFAULT)
 
     def call() -> tuple[Tensor | None, ...]:
-        return run(dy, dy_scale, w, w_scale, problem.offsets, p, scale)
+        return run(*operands, problem.offsets, p, scale)
 
     return InFp8(call, Candidate(call, ("grad_preactivation", "output", "grad_row_scale")))
 
 
 def _fc2_dgrad_activation_quantized(o: Operands) -> InFp8:
     problem = o.problem
-    (dy, dy_scale), (w, w_scale), p, scale = o.grad_y[0], o.weight2[1], problem.preactivation, problem.row_scale
-    run = scaled_products.bind_block_scaled_gemm_activation_backward_codes(
-        dy, w, p, scale, problem.activation, ROWS, (True, True, True), True, DEFAULT
+    operands, p, scale = (Codes(*o.grad_y[0]), Codes(*o.weight2[1])), problem.preactivation, problem.row_scale
+    run = products.bind_grouped_gemm_activation_backward_codes(
+        *operands, p, scale, problem.activation, ROWS, (True, True, True), True, DEFAULT
     )
 
     def call() -> tuple[tuple[Form, ...], Tensor | None]:
-        return run(dy, dy_scale, w, w_scale, problem.offsets, p, scale)
+        return run(*operands, problem.offsets, p, scale)
 
     def values() -> tuple[Tensor | None, ...]:
         (by_rows, _, again), grad_scale = call()
@@ -281,11 +281,11 @@ def _wgrad2(o: Operands) -> InFp8:
 
 
 def _wgrad(o: Operands, grad: Form, rows: Form, name: str) -> InFp8:
-    (dy, dy_scale), (x, x_scale), offsets = grad, rows, o.problem.offsets
-    run = scaled_wgrad.bind_block_scaled_wgrad(dy, x, offsets, o.problem.rows, o.problem.dtype, False, DEFAULT)
+    operands = Codes(*grad), Codes(*rows), o.problem.offsets
+    run = products.bind_grouped_wgrad(*operands, o.problem.dtype, False, DEFAULT)
 
     def call() -> Tensor:
-        return run(dy, dy_scale, x, x_scale, offsets, None)
+        return run(*operands)
 
     return InFp8(call, Candidate(call, (name,)))
 
@@ -299,16 +299,16 @@ def _fc1_by_expert(o: Operands) -> InFp8:
 
 def _fc1_activation_by_expert(o: Operands) -> InFp8:
     problem, offsets = o.problem, o.problem.offsets
-    operands = *o.rows_by_expert(problem.x), *o.weight_by_expert(problem.weight1, -1)
-    bind, kind = scaled_products.bind_block_scaled_gemm_activation, IN_E4M3
-    x, _, w, _ = operands
-    in_bf16 = bind(x, w, None, None, problem.activation, False, None, DEFAULT, by_expert=True)
+    operands = Codes(*o.rows_by_expert(problem.x)), Codes(*o.weight_by_expert(problem.weight1, -1))
+    bind, kind = products.bind_grouped_gemm_activation, IN_E4M3
+    in_bf16 = bind(*operands, None, None, problem.activation, False, DEFAULT)
     amax = amax_by_expert(in_bf16(*operands, None, offsets, None)[0], offsets)
     encode = IN_E4M3.element.max / amax  # as if the step before had the same rows
-    run = bind(x, w, None, None, problem.activation, True, kind, DEFAULT, by_expert=True)
+    run = bind(*operands, None, None, problem.activation, True, DEFAULT, quantized=kind)
 
     def call() -> tuple[Tensor, ...]:
-        return run(*operands, None, offsets, None, encode, amax)
+        found: tuple[Tensor, ...] = run(*operands, None, offsets, None, encode, amax)
+        return found
 
     def values() -> tuple[Tensor, Tensor]:
         codes, p = call()
@@ -320,14 +320,11 @@ def _fc1_activation_by_expert(o: Operands) -> InFp8:
 
 def _fc2_dgrad_activation_by_expert(o: Operands) -> InFp8:
     problem, p, scale = o.problem, o.problem.preactivation, o.problem.row_scale
-    dy, dy_scale = o.rows_by_expert(problem.grad_y, IN_E5M2)
-    w, w_scale = o.weight_by_expert(problem.weight2, -2)
-    run = scaled_products.bind_block_scaled_gemm_activation_backward(
-        dy, w, p, scale, problem.activation, True, True, DEFAULT, by_expert=True
-    )
+    operands = Codes(*o.rows_by_expert(problem.grad_y, IN_E5M2)), Codes(*o.weight_by_expert(problem.weight2, -2))
+    run = products.bind_grouped_gemm_activation_backward(*operands, p, scale, problem.activation, True, True, DEFAULT)
 
     def call() -> tuple[Tensor | None, ...]:
-        return run(dy, dy_scale, w, w_scale, problem.offsets, p, scale)
+        return run(*operands, problem.offsets, p, scale)
 
     return InFp8(call, Candidate(call, ("grad_preactivation", "output", "grad_row_scale")))
 

@@ -15,7 +15,7 @@ import torch
 from emulator.host import Host
 from emulator.machine import Machine
 from fusedmoe.kernels.build import compiler
-from fusedmoe.kernels.sm90 import launch, products, scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import launch
 
 SMS = 4
 EAGERNESS = (0.3, 0.0, 1.0)  # see machine
@@ -63,12 +63,8 @@ class EmulatedGpu:
 
 def _forget_functions():
     """Clear the caches of functions that launch kernels."""
-    for cache in ("_ragged_m_launch", "_ragged_k_launch", "_ragged_m_kernel", "_ragged_k_kernel"):
-        getattr(products, cache).cache_clear()
-    for cache in ("_ragged_m_launch", "_kernel"):
-        getattr(scaled_products, cache).cache_clear()
-    for cache in ("_launch", "_kernel"):
-        getattr(scaled_wgrad, cache).cache_clear()
+    for cached in (launch.ragged_m, launch.ragged_k, launch.ragged_m_kernel, launch.ragged_k_kernel):
+        cached.cache_clear()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from hopper import DEVICE, EMULATED
 
 import fusedmoe as fm
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.quantize import block_functions
 
 BF16 = torch.bfloat16
 E, K, H, I, T = (4, 2, 128, 128, 70) if EMULATED else (8, 2, 256, 128, 300)  # noqa: E741
@@ -124,7 +124,7 @@ def assert_products_are_fp8(plan, recipe, forward_only=False):
 
 def count_quantized_weights(monkeypatch):
     """The shapes of weights that kernels quantize from now on, in modules that have not been called yet."""
-    counted, bind = [], products.bind_quantize_weight
+    counted, bind = [], block_functions.bind_quantize_weight
 
     def counting(weight, *format, **forms):
         run = bind(weight, *format, **forms)
@@ -135,7 +135,7 @@ def count_quantized_weights(monkeypatch):
 
         return launch
 
-    monkeypatch.setattr(products, "bind_quantize_weight", counting)
+    monkeypatch.setattr(block_functions, "bind_quantize_weight", counting)
     return counted
 
 

@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel.engine import Wanted
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 
 pytestmark = needs_gpu
@@ -147,17 +147,17 @@ def test_exchanges_are_those_of_allgather(ranks):
 @contextmanager
 def counted_copies():
     """Count the copies of rows by the kernel that reads the wanted ones."""
-    count, bind = [0], products.bind_copy_rows
+    count, bind = [0], slot_functions.bind_copy_rows
 
     def counted(*args):
         count[0] += 1
         return bind(*args)
 
-    products.bind_copy_rows = counted
+    slot_functions.bind_copy_rows = counted
     try:
         yield count
     finally:
-        products.bind_copy_rows = bind
+        slot_functions.bind_copy_rows = bind
 
 
 def few_rows(rank):

@@ -13,10 +13,10 @@ from test_sm90_slots import between_nan, routed
 import fusedmoe as fm
 from fusedmoe.fusion.search import planner
 from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.rows.move.slot_functions import bind_copy_rows, bind_sum_slots
 from fusedmoe.kernels.sm90 import launch
-from fusedmoe.kernels.sm90.products import bind_copy_rows, bind_grouped_wgrad, bind_sum_slots
-from fusedmoe.kernels.sm90.scaled_products import with_strides
-from fusedmoe.kernels.sm90.scaled_wgrad import bind_block_scaled_wgrad
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.products import bind_grouped_wgrad, with_strides
 from fusedmoe.numerics.formats import fp8_block, quantize
 
 pytestmark = needs_hopper
@@ -113,11 +113,10 @@ class ProductsOfCodes(Products):
     """The same with the operands in FP8, by columns."""
 
     def bound_wgrad(self, beside):
-        count = len(self.dy)
         dy, x = (quantize(rows, fp8_block(), -2, offsets=self.offsets) for rows in (self.dy, self.x))
-        operands = (dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), self.offsets)
-        run = bind_block_scaled_wgrad(dy.data, x.data, self.offsets, count, BF16, False, OPTIONS, beside)
-        return lambda: run(*operands, None)
+        operands = Codes(dy.data, with_strides(dy.scale)), Codes(x.data, with_strides(x.scale)), self.offsets
+        run = bind_grouped_wgrad(*operands, BF16, False, OPTIONS, beside=beside)
+        return lambda: run(*operands)
 
 
 @needs_gpu

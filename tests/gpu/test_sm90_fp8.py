@@ -20,7 +20,8 @@ from test_sm90_kernels import ACTIVATIONS, act, offsets_of, padded, product, sca
 from torch import Tensor
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import scaled_products as functions
+from fusedmoe.kernels.sm90 import products as functions
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ROWS
 from fusedmoe.numerics.formats import E4M3, E5M2, ScaleRule, fp8_block, quantize
 from fusedmoe.numerics.formats.groups import group_of
@@ -206,6 +207,10 @@ class Case(NamedTuple):
                 assert (got.double() - want).norm() < TOLERANCE[got.dtype] * want.norm()
 
 
+def of(operand):
+    return Codes(operand.codes, operand.scale)
+
+
 def plain(
     splits=SPLITS, tail=TAIL, n=N, k=K, *, dtype="e4m3", biased=False, scale=False, exact=False, by_expert=False
 ):  # fmt: skip
@@ -215,11 +220,7 @@ def plain(
     offsets = offsets_of(splits)
 
     def run(options):
-        return (
-            functions.block_scaled_gemm(
-                x.codes, x.scale, w.codes, w.scale, offsets, bias=bias, row_scale=row_scale, options=options
-            ),
-        )
+        return (functions.grouped_gemm(of(x), of(w), offsets, bias=bias, row_scale=row_scale, options=options),)
 
     y = padded(scaled(product(x.values, w.values, splits, bias), row_scale), tail)
     assert not sum(splits) or y.count_nonzero() > 0.5 * sum(splits) * n, "zeros would pass"
@@ -237,8 +238,8 @@ def activation(
     row_scale, offsets = row_scales(splits, tail) if scale else None, offsets_of(splits)
 
     def run(options):
-        results = functions.block_scaled_gemm_activation(
-            x.codes, x.scale, w.codes, w.scale, offsets, a,
+        results = functions.grouped_gemm_activation(
+            of(x), of(w), offsets, a,
             bias=bias, row_scale=row_scale, keep_preactivation=keep, options=options,
         )  # fmt: skip
         return results[1:] if exact else results
@@ -261,10 +262,8 @@ def derivative(
     row_scale, offsets = row_scales(splits, tail) if scale else None, offsets_of(splits)
 
     def run(options):
-        bound = functions.bind_block_scaled_gemm_activation_backward(
-            dy.codes, w.codes, p, row_scale, a, keep, gradient, options, by_expert=by_expert
-        )
-        grad, y, grad_scale = bound(dy.codes, dy.scale, w.codes, w.scale, offsets, p, row_scale)
+        bound = functions.bind_grouped_gemm_activation_backward(of(dy), of(w), p, row_scale, a, keep, gradient, options)
+        grad, y, grad_scale = bound(of(dy), of(w), offsets, p, row_scale)
         assert (y is not None) is keep
         assert (grad_scale is not None) is gradient
         return tuple(t for t in (grad, y, grad_scale) if t is not None)
@@ -314,7 +313,7 @@ def test_row_scales_of_other_dtypes(dtype, tiles):
     tiles(CO_256)
     x, w, offsets = rows(SPLITS, TAIL, 144), weights(SPLITS, 48, 144), offsets_of(SPLITS)
     scale = row_scales(SPLITS, TAIL).to(dtype)
-    y = functions.block_scaled_gemm(x.codes, x.scale, w.codes, w.scale, offsets, row_scale=scale)
+    y = functions.grouped_gemm(of(x), of(w), offsets, row_scale=scale)
     want = padded(scaled(product(x.values, w.values, SPLITS), scale), TAIL)
     assert (y.double() - want).norm() < TOLERANCE[BF16] * want.norm()
 
@@ -331,7 +330,7 @@ def test_of_quantized_tensors(format, tiles):
     x_scale, w_scale = functions.with_strides(a.scale), functions.with_strides(b.scale)
     assert functions.has_strides(x_scale)
     assert not functions.has_strides(b.scale)
-    y = functions.block_scaled_gemm(a.data, x_scale, b.data, w_scale, offsets)
+    y = functions.grouped_gemm(Codes(a.data, x_scale), Codes(b.data, w_scale), offsets)
     want = padded(product(a.dequantize(FP32), b.dequantize(FP32), SPLITS), TAIL)
     assert (y.double() - want).norm() < TOLERANCE[BF16] * want.norm()
 
@@ -347,7 +346,7 @@ def test_each_block_has_its_own_scale(config, tiles):
         of_rows, of_weight = factors((blocks(k), len(a)), False), factors((len(splits), blocks(k), blocks(n)), False)
         x = operand_of_rows(a.to(CODES["e4m3"]), of_rows)
         w = operand_of_weights(torch.ones(len(splits), n, k, device=DEVICE).to(CODES["e4m3"]), of_weight)
-        y = functions.block_scaled_gemm(x.codes, x.scale, w.codes, w.scale, offsets_of(splits))
+        y = functions.grouped_gemm(of(x), of(w), offsets_of(splits))
         expert = group_of(offsets_of(splits), len(a))
         want = of_rows[block][:, None] * of_weight[expert, block].repeat_interleave(BLOCK, 1)[:, :n]
         assert torch.equal(y, want.to(BF16))
@@ -448,11 +447,11 @@ def bits(t):
 def check_codes(x, w, splits, a, format=FORMATS["e4m3"], keep=True, bias=None, row_scale=None):
     """Codes and scales are those of the result in bf16, which is returned."""
     offsets = offsets_of(splits)
-    operands = x.codes, x.scale, w.codes, w.scale, offsets, a
+    operands = of(x), of(w), offsets, a
     given = {"bias": bias, "row_scale": row_scale, "keep_preactivation": keep}
     with nan_in_new_tensors():
-        y, *p = functions.block_scaled_gemm_activation(*operands, **given)
-        codes, scale, *kept = functions.block_scaled_gemm_activation(*operands, **given, quantized=format)
+        y, *p = functions.grouped_gemm_activation(*operands, **given)
+        codes, scale, *kept = functions.grouped_gemm_activation(*operands, **given, quantized=format)
     want = quantize(y, format, -1, offsets=offsets)
     assert codes.dtype is want.data.dtype
     assert torch.equal(bits(codes), bits(want.data))
@@ -614,9 +613,8 @@ def test_results_end_where_their_tensor_ends(tiles, monkeypatch):
     tiles(CO_256)
     activation(splits, tail, 384, 144).check()
     x, w = rows(splits, tail, 144), weights(splits, 272, 144)
-    functions.block_scaled_gemm_activation(
-        x.codes, x.scale, w.codes, w.scale, offsets_of(splits), ACTIVATIONS["squared_relu"], quantized=fp8_block()
-    )
+    operands = of(x), of(w), offsets_of(splits), ACTIVATIONS["squared_relu"]
+    functions.grouped_gemm_activation(*operands, quantized=fp8_block())
     assert len(made) == 8  # the last one has the scales
     for around in made:
         for edge in (around[:4], around[-4:]):
@@ -640,12 +638,10 @@ def check_derivative_codes(
         p = torch.randn(sum(splits) + tail, 2 * n if a.gated else n, device=DEVICE).to(BF16)
     p[sum(splits) :] = torch.nan
     row_scale = row_scales(splits, tail) if scale else None
-    operands = dy.codes, dy.scale, w.codes, w.scale, offsets, p, row_scale
-    bound = functions.bind_block_scaled_gemm_activation_backward(
-        dy.codes, w.codes, p, row_scale, a, True, gradient, options
-    )
-    in_codes = functions.bind_block_scaled_gemm_activation_backward_codes(
-        dy.codes, w.codes, p, row_scale, a, of_grad, forms, gradient, options
+    operands = of(dy), of(w), offsets, p, row_scale
+    bound = functions.bind_grouped_gemm_activation_backward(of(dy), of(w), p, row_scale, a, True, gradient, options)
+    in_codes = functions.bind_grouped_gemm_activation_backward_codes(
+        of(dy), of(w), p, row_scale, a, of_grad, forms, gradient, options
     )
     with nan_in_new_tensors():
         grad, y, grad_scale = bound(*operands)
@@ -729,15 +725,15 @@ def test_codes_of_a_derivative_end_where_their_tensors_end(tiles, monkeypatch):
     tiles(CO_256_ROWS)
     splits, n = (130, 61), 384
     dy, w, p = rows(splits, 5, 48), weights(splits, n, 48), torch.randn(196, 2 * n, device=DEVICE).to(BF16)
-    run = functions.bind_block_scaled_gemm_activation_backward_codes(
-        dy.codes, w.codes, p, None, ACTIVATIONS["swiglu"], fp8_block(), ALL_FORMS, False, DEFAULT
+    run = functions.bind_grouped_gemm_activation_backward_codes(
+        of(dy), of(w), p, None, ACTIVATIONS["swiglu"], fp8_block(), ALL_FORMS, False, DEFAULT
     )
     new_empty = Tensor.new_empty
     monkeypatch.setattr(
         Tensor, "new_empty",
         lambda t, *shape, **how: within(t, shape, **how) if len(shape) == 2 else new_empty(t, *shape, **how),
     )  # fmt: skip
-    run(dy.codes, dy.scale, w.codes, w.scale, offsets_of(splits), p, None)
+    run(of(dy), of(w), offsets_of(splits), p, None)
     assert len(made) == 6
     for around in made:
         for edge in (around[:8], around[-8:]):
@@ -775,7 +771,7 @@ def test_full_size(config, tiles):
     tail, n, k = QWEN["rows"] - sum(splits), 2 * QWEN["intermediate"], QWEN["hidden"]
     x, w = large_rows(splits, tail, k), large_weights(splits, n, k)
     with nan_in_new_tensors():
-        y = functions.block_scaled_gemm(x[0], x[1], w[0], w[1], offsets_of(splits))
+        y = functions.grouped_gemm(Codes(*x), Codes(*w), offsets_of(splits))
     assert not y[sum(splits) :].any()
     for e in sampled(splits):
         want = (
@@ -794,11 +790,9 @@ def test_full_size_activation_and_derivative(tiles):
     scale = row_scales(splits, tail)
     tiles(CO_256)
     with nan_in_new_tensors():
-        operands = *x, *w, offsets, a
-        y, p = functions.block_scaled_gemm_activation(*operands, row_scale=scale)
-        codes, of_codes, again = functions.block_scaled_gemm_activation(
-            *operands, row_scale=scale, quantized=fp8_block()
-        )
+        operands = Codes(*x), Codes(*w), offsets, a
+        y, p = functions.grouped_gemm_activation(*operands, row_scale=scale)
+        codes, of_codes, again = functions.grouped_gemm_activation(*operands, row_scale=scale, quantized=fp8_block())
     assert torch.equal(p, again)
     assert not p[sum(splits) :].any()
     want = quantize(y, fp8_block(), -1, offsets=offsets)
@@ -813,9 +807,9 @@ def test_full_size_activation_and_derivative(tiles):
     dy, v = large_rows(splits, tail, hidden), large_weights(splits, inner, hidden)
     for config in CANDIDATES["fp8_derivative"]:
         tiles(config)
-        run = functions.bind_block_scaled_gemm_activation_backward(dy[0], v[0], p, scale, a, True, True, DEFAULT)
+        run = functions.bind_grouped_gemm_activation_backward(Codes(*dy), Codes(*v), p, scale, a, True, True, DEFAULT)
         with nan_in_new_tensors():
-            grad, h, grad_scale = run(*dy, *v, offsets, p, scale)
+            grad, h, grad_scale = run(Codes(*dy), Codes(*v), offsets, p, scale)
         for e in sampled(splits):
             exact = of_expert(p, splits, e).double().requires_grad_()
             d = (

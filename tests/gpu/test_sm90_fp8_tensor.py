@@ -14,8 +14,9 @@ from poison import nan_in_new_tensors
 from test_sm90_kernels import ACTIVATIONS, offsets_of, padded, product
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
-from fusedmoe.kernels.sm90.products import bind_transpose_rows
+from fusedmoe.kernels.rows.quantize.format_functions import bind_transpose_rows
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
 from fusedmoe.numerics.formats import E4M3, E5M2, amax_by_expert, fp8_tensor, quantize
 
@@ -55,8 +56,7 @@ def seed():
 @pytest.fixture
 def tiles(monkeypatch):
     def force(config):
-        for module in (scaled_products, scaled_wgrad):
-            monkeypatch.setattr(module, "choose", lambda problem: config)
+        monkeypatch.setattr(products, "choose", lambda problem: config)
 
     return force
 
@@ -120,13 +120,13 @@ def test_of_quantized_tensors(power_of_two, tiles):
     w = torch.randn(len(splits), fp8.N, fp8.K, device=DEVICE).to(BF16)
     forward, gradient = fp8_tensor(E4M3, power_of_two), fp8_tensor(E5M2, power_of_two)
     a, b = quantize(x, forward, -1, offsets=offsets), quantize(w, forward, -1)
-    y = scaled_products.block_scaled_gemm(a.data, a.scale, b.data, b.scale, offsets)
+    y = products.grouped_gemm(Codes(a.data, a.scale), Codes(b.data, b.scale), offsets)
     want = padded(product(a.dequantize(FP32), b.dequantize(FP32), splits), tail)
     assert (y.double() - want).norm() < fp8.TOLERANCE[BF16] * want.norm()
 
     tiles(CO_256)
     a, b = quantize(dy, gradient, -2, offsets=offsets), quantize(x, forward, -2, offsets=offsets)
-    dw = scaled_wgrad.block_scaled_wgrad(a.data, a.scale, b.data, b.scale, offsets, len(x))
+    dw = products.grouped_wgrad(Codes(a.data, a.scale), Codes(b.data, b.scale), offsets)
     dy, x = (t.dequantize(FP32)[: sum(splits)].double().split(splits) for t in (a, b))
     want = torch.stack([p.T @ q for p, q in zip(dy, x, strict=True)])
     assert (dw.double() - want).norm() < fp8.TOLERANCE[BF16] * want.norm()
@@ -140,12 +140,10 @@ def check_codes(x, w, splits, a, element="e4m3", keep=True, bias=None, row_scale
     offsets = offsets_of(splits)
     rows, format = x.codes.shape[0], fp8_tensor({"e4m3": E4M3, "e5m2": E5M2}[element])
     bound = [
-        scaled_products.bind_block_scaled_gemm_activation(
-            x.codes, w.codes, bias, row_scale, a, keep, result, DEFAULT, by_expert=True
-        )
+        products.bind_grouped_gemm_activation(fp8.of(x), fp8.of(w), bias, row_scale, a, keep, DEFAULT, quantized=result)
         for result in (None, format)
     ]
-    operands = x.codes, x.scale, w.codes, w.scale, bias, offsets, row_scale
+    operands = fp8.of(x), fp8.of(w), bias, offsets, row_scale
     amax = torch.zeros(len(splits), device=DEVICE)
     if encode is None:
         encode = torch.rand(len(splits), device=DEVICE) * 40 + 1  # some values saturate

@@ -14,8 +14,9 @@ from hopper import DEVICE, EMULATED, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.sm90 import launch, scaled_wgrad
-from fusedmoe.kernels.sm90.scaled_products import with_strides
+from fusedmoe.kernels.sm90 import launch, products
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.products import with_strides
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ALONE, CO_256_TALL
 from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
 from fusedmoe.numerics.formats.groups import padded_rows
@@ -48,7 +49,7 @@ def seed():
 
 @pytest.fixture
 def tiles(monkeypatch):
-    return lambda config: monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: config)
+    return lambda config: monkeypatch.setattr(products, "choose", lambda problem: config)
 
 
 def inside_nan(t, unit):
@@ -108,9 +109,9 @@ class Problem:
     def run(self, options=DEFAULT):
         into = None if self.before is None else self.before.clone()
         with nan_in_new_tensors():
-            dw = scaled_wgrad.block_scaled_wgrad(
-                self.dy, self.dy_scale, self.x, self.x_scale, self.offsets, self.rows,
-                dtype=self.dtype, out=into, options=options,
+            dw = products.grouped_wgrad(
+                Codes(self.dy, self.dy_scale), Codes(self.x, self.x_scale), self.offsets,
+                dtype=self.dtype, out=into, accumulate=into is not None, options=options,
             )  # fmt: skip
         assert into is None or dw is into
         return dw
@@ -176,9 +177,7 @@ def test_of_quantized_rows(tiles):
     dy[used:], x[used:] = torch.nan, torch.nan
     a = quantize(dy, fp8_block(E5M2, power_of_two=False), -2, offsets=offsets)
     b = quantize(x, fp8_block(E4M3), -2, offsets=offsets)
-    dw = scaled_wgrad.block_scaled_wgrad(
-        a.data, with_strides(a.scale), b.data, with_strides(b.scale), offsets, used + 7
-    )
+    dw = products.grouped_wgrad(*(Codes(t.data, with_strides(t.scale)) for t in (a, b)), offsets)
     dy, x = a.dequantize(FP32)[:used].double(), b.dequantize(FP32)[:used].double()
     want = torch.stack([p.T @ q for p, q in zip(dy.split(splits), x.split(splits), strict=True)])
     assert (dw.double() - want).norm() <= TOLERANCE[BF16] * want.norm()
@@ -221,11 +220,11 @@ def test_the_first_tile_of_a_cta_may_be_after_many_experts(config, schedule, til
     tiles(config)
     if EMULATED:
         monkeypatch.setattr(launch, "sm_count", lambda device: 70 * config.ctas)
-    scaled_wgrad._launch.cache_clear()
+    launch.ragged_k.cache_clear()
     splits = [e * 37 % 3 * (e % 7 > 3) for e in range(71)]
     splits[33] = 129
     Problem(tuple(splits), 9, 16, 32).check(KernelOptions(schedule=schedule))
-    scaled_wgrad._launch.cache_clear()
+    launch.ragged_k.cache_clear()
 
 
 @pytest.mark.parametrize(("n", "k"), [(16, 16), (16, 528), (528, 16), (128, 256), (256, 128), (400, 384)])
@@ -271,8 +270,8 @@ def test_results_end_where_their_tensor_ends(tiles):
         case = Problem(accumulate=True)
         around = torch.full((len(SPLITS) + 2, N, K), 7.0, device=DEVICE)
         inside = around[1:-1].copy_(case.before)
-        run = scaled_wgrad.bind_block_scaled_wgrad(case.dy, case.x, case.offsets, case.rows, FP32, accumulate, DEFAULT)
-        run(case.dy, case.dy_scale, case.x, case.x_scale, case.offsets, inside)
+        operands = Codes(case.dy, case.dy_scale), Codes(case.x, case.x_scale), case.offsets
+        products.bind_grouped_wgrad(*operands, FP32, accumulate, DEFAULT)(*operands, inside)
         assert torch.equal(inside, (case.want - (0 if accumulate else case.before.double())).float())
         assert (around[0] == 7).all()
         assert (around[-1] == 7).all()

@@ -14,7 +14,7 @@ from fusedmoe.kernels.rows.quantize.block_functions import (
     bind_quantize_weight,
     bind_transpose_codes,
 )
-from fusedmoe.kernels.sm90.scaled_products import has_strides
+from fusedmoe.kernels.sm90.products import has_strides
 from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, quantize
 from fusedmoe.numerics.formats.groups import padded_rows
 

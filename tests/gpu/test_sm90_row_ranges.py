@@ -11,6 +11,8 @@ from hopper import DEVICE, needs_gpu, needs_hopper
 from poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.numerics.activations import Activation
 
@@ -61,7 +63,7 @@ def plain_ranges(offsets, token_of_row, first, end, tail):
 def row_ranges(offsets, token_of_row, *more):
     """The ranges, and a word after them, 0."""
     out = torch.zeros(3 * 2 * (len(offsets) + 1) + 1, dtype=torch.int32, device=DEVICE)
-    got = products.bind_row_ranges(offsets, token_of_row, *more)(offsets, token_of_row, out)
+    got = row_functions.bind_row_ranges(offsets, token_of_row, *more)(offsets, token_of_row, out)
     assert got[-1] == 0
     return got
 
@@ -217,10 +219,10 @@ def test_rows_that_never_arrive_are_an_error(tmp_path):
 def test_a_sum_of_some_slots_into_memory_that_is_given():
     rows = torch.randn(40, 32).to(DEVICE, BF16)
     row_of_slot = torch.randint(0, 41, (12, 4)).to(DEVICE)
-    whole = products.bind_sum_slots(rows, row_of_slot, None)(rows, row_of_slot)
+    whole = slot_functions.bind_sum_slots(rows, row_of_slot, None)(rows, row_of_slot)
     out = torch.full((12, 32), torch.nan).to(DEVICE, BF16)
     for place in (slice(0, 5), slice(5, 12)):
-        products.bind_sum_slots(rows, row_of_slot[place], None)(rows, row_of_slot[place], None, None, out[place])
+        slot_functions.bind_sum_slots(rows, row_of_slot[place], None)(rows, row_of_slot[place], None, None, out[place])
     assert torch.equal(out, whole)
     assert whole.abs().sum() > 0
 
@@ -230,9 +232,9 @@ def test_a_sum_and_a_part_have_the_bits_of_both(dtype, chosen, scaled):
     rows, part = (torch.randn(n, 520).to(DEVICE, dtype) for n in (400, 130))
     row_of_slot = torch.randint(0, 450, (130, chosen)).clamp(max=400).to(DEVICE)
     scale = torch.rand(400).to(DEVICE) if scaled else None
-    total = products.bind_sum_slots(rows, row_of_slot, scale)(rows, row_of_slot, scale)
+    total = slot_functions.bind_sum_slots(rows, row_of_slot, scale)(rows, row_of_slot, scale)
     with nan_in_new_tensors():
-        got = products.bind_sum_slots_and_part(rows, row_of_slot, scale)(rows, row_of_slot, scale, part)
+        got = slot_functions.bind_sum_slots_and_part(rows, row_of_slot, scale)(rows, row_of_slot, scale, part)
     assert torch.equal(got, total + part)
     assert total.float().norm() > 0
     assert not torch.equal(got, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import re
@@ -16,7 +17,6 @@ import fusedmoe.integrations.transformers as fusedmoe_transformers
 from fusedmoe.base.log import forget_said
 from fusedmoe.integrations.transformers import expert_modules, router_kinds
 from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm90 import products
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
@@ -60,8 +60,9 @@ def verdict(module: torch.nn.Module) -> str:
         with (
             mock.patch("fusedmoe.fusion.program.plan_table.arch_of", return_value=90),
             mock.patch.object(toolkit, "missing_packages", return_value=()),
-            mock.patch.multiple(products, **stand_ins.BIND),
+            contextlib.ExitStack() as stack,
         ):
+            stand_ins.install(lambda *what: stack.enter_context(mock.patch.object(*what)))
             explanation = fusedmoe_transformers.explain(module, tokens=TOKENS)
             chain = expert_modules.experts_of(module).chain
             x = torch.zeros(TOKENS, chain.gate_up.in_features, dtype=torch.bfloat16, requires_grad=True)

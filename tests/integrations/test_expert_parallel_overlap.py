@@ -55,13 +55,9 @@ def stand_ins():
 
     from fusedmoe.fusion.program import plan_table
     from fusedmoe.kernels.build import toolkit
-    from fusedmoe.kernels.sm90 import products, router
 
     plan_table.arch_of = lambda device: 90
-    for name, function in sm90_stand_ins.BIND.items():
-        setattr(products, name, function)
-    for name, function in sm90_stand_ins.ROUTER.items():
-        setattr(router, name, function)
+    sm90_stand_ins.install(router=True)
     toolkit.missing_packages = lambda: ()
     os.environ["FUSEDMOE_DISABLE"] = APART
     return sm90_stand_ins

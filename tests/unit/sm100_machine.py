@@ -6,7 +6,6 @@ import torch
 
 import fusedmoe as fm
 from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import package, quantize_functions
 from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4
 from fusedmoe.numerics.formats.groups import padded_rows
@@ -37,8 +36,7 @@ def blackwell_machine(monkeypatch):
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
     monkeypatch.setattr(package, "why_missing", lambda: None)
     monkeypatch.setattr(package, "why_unverified", lambda: None)
-    for name, function in sm90_stand_ins.BIND.items():  # of the kernels that sort, move and sum rows
-        monkeypatch.setattr(products, name, function)
+    sm90_stand_ins.install(monkeypatch.setattr)  # of the kernels that sort, move and sum rows
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed_weight", bind_quantize_packed_weight)
     monkeypatch.setattr(quantize_functions, "bind_quantize_packed_nvfp4", bind_quantize_packed_nvfp4)

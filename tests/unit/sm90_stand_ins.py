@@ -1,4 +1,4 @@
-"""Plain-PyTorch stand-ins for fusedmoe.kernels.sm90.products: the same interface, on any device. Calls are recorded.
+"""Plain-PyTorch stand-ins for the Hopper kernels: the same interface, on any device. Calls are recorded.
 
 They are as strict as the kernels about what they are given, and round as the kernels do: products and activations in
 fp32, one rounding at the end.
@@ -10,9 +10,14 @@ from itertools import pairwise
 import torch
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.rows.activation import functions as activation_functions
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.quantize import block_functions, format_functions
 from fusedmoe.kernels.rows.quantize.block_functions import scale_like
-from fusedmoe.kernels.sm90 import limits, scaled_products
+from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90 import router as router_functions
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.router import LogitsGrad, Routed
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
@@ -220,7 +225,16 @@ def _in_order(rows, gather):
     return (lambda x: x[rows]) if gather is None else (lambda x: x[gather[rows]])
 
 
+def _of_codes(product):
+    """A function of both operands, as `Codes`, for one of codes and scales."""
+    return lambda a, b, *others: product(*a, *b, *others)
+
+
 def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, ranges=False):
+    if isinstance(x, Codes):
+        by_expert = x.scale.dim() == 1
+        return _of_codes(_bind_block_scaled_gemm(*_values(x, weight), bias, row_scale, options, by_expert=by_expert))
+
     def run(x, weight, bias, offsets, row_scale, gather=None, out=None):
         def product(rows, offsets):
             (scale,) = _of(rows, row_scale)
@@ -240,9 +254,19 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
     return Bound(run, x, weight, bias, row_scale, *_some(gather))
 
 
+def _values(*operands):
+    return [operand.codes for operand in operands]
+
+
 def bind_grouped_gemm_activation(
-    x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, ranges=False
+    x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, quantized=None, ranges=False
 ):
+    if isinstance(x, Codes):
+        by_expert, operands = x.scale.dim() == 1, _values(x, weight)
+        how = activation, keep_preactivation, quantized, options
+        return _of_codes(_bind_block_scaled_gemm_activation(*operands, bias, row_scale, *how, by_expert=by_expert))
+    assert quantized is None
+
     def run(x, weight, bias, offsets, row_scale, gather=None):
         settings = {"bias": bias, "keep_preactivation": keep_preactivation, "options": options}
 
@@ -265,6 +289,11 @@ def bind_grouped_gemm_activation_backward(
     grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None,
     *, ranges=False,
 ):  # fmt: skip
+    if isinstance(grad_output, Codes):
+        by_expert, operands = grad_output.scale.dim() == 1, _values(grad_output, weight)
+        how = preactivation, row_scale, activation, want_output, want_row_scale_grad, options
+        return _of_codes(_bind_block_scaled_gemm_activation_backward(*operands, *how, by_expert=by_expert))
+
     def run(grad_output, weight, offsets, preactivation, row_scale, gather=None):
         settings = {"want_output": want_output, "want_row_scale_grad": want_row_scale_grad, "options": options}
 
@@ -287,6 +316,11 @@ def bind_grouped_wgrad(
     grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False
 ):
     assert gathered in ({None} if gather is None else {"grad_output", "x"})
+    if isinstance(x, Codes):
+        by_expert, operands = x.scale.dim() == 1, _values(grad_output, x)
+        how = offsets, operands[0].shape[1], dtype, accumulate, options, beside
+        product = _bind_block_scaled_wgrad(*operands, *how, by_expert=by_expert, transposed=transposed)
+        return lambda dy, x, offsets, out=None: product(*dy, *x, offsets, out)
 
     def run(grad_output, x, offsets, out, gather=None):
         assert out is None or out.dtype is dtype
@@ -634,7 +668,7 @@ def _dequantized(codes, scale, offsets=None):
     """
     assert codes.stride(-1) == 1
     assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
-    assert scaled_products.has_strides(scale)
+    assert products.has_strides(scale)
     if scale.dim() == 1:
         of_line = scale[:, None, None] if codes.dim() == 3 else of_group(scale, group_of(offsets, len(codes)))[:, None]
         return codes.float() * of_line
@@ -653,7 +687,7 @@ def _fp8_product(x, x_scale, weight, weight_scale, offsets, bias):
     return _product_of(rows, weights, offsets, bias)
 
 
-def bind_block_scaled_gemm(x, weight, bias, row_scale, options, *, by_expert=False):
+def _bind_block_scaled_gemm(x, weight, bias, row_scale, options, *, by_expert=False):
     def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
         assert by_expert is (x_scale.dim() == 1) is (weight_scale.dim() == 1)
         _note("block_scaled_gemm", options, codes=x.dtype, row_scale=row_scale is not None)
@@ -662,7 +696,7 @@ def bind_block_scaled_gemm(x, weight, bias, row_scale, options, *, by_expert=Fal
     return Bound(run, x, weight, bias, row_scale)
 
 
-def bind_block_scaled_gemm_activation(
+def _bind_block_scaled_gemm_activation(
     x, weight, bias, row_scale, activation, keep_preactivation, quantized, options, *, by_expert=False
 ):
     assert not activation.interleaved
@@ -685,7 +719,7 @@ def bind_block_scaled_gemm_activation(
     return Bound(run, x, weight, bias, row_scale)
 
 
-def bind_block_scaled_gemm_activation_backward(
+def _bind_block_scaled_gemm_activation_backward(
     grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, *,
     by_expert=False,
 ):  # fmt: skip
@@ -708,14 +742,15 @@ def bind_block_scaled_gemm_activation_backward(
     return Bound(run, grad_output, weight, preactivation, row_scale)
 
 
-def bind_block_scaled_gemm_activation_backward_codes(
+def bind_grouped_gemm_activation_backward_codes(
     grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options
 ):
+    grad_output, weight = _values(grad_output, weight)
     assert weight.shape[1] % 128 == 0
     assert not activation.interleaved
     assert quantized.rule is ScaleRule.POWER_OF_TWO
     assert not quantized.amax_epsilon
-    in_bf16 = bind_block_scaled_gemm_activation_backward(
+    in_bf16 = _bind_block_scaled_gemm_activation_backward(
         grad_output, weight, preactivation, row_scale, activation, True, want_row_scale_grad, options
     ).run
 
@@ -730,14 +765,16 @@ def bind_block_scaled_gemm_activation_backward_codes(
         written = [quantize(t, format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
         return _forms(written), ds
 
-    return Bound(run, grad_output, weight, preactivation, row_scale)
+    return _of_codes(Bound(run, grad_output, weight, preactivation, row_scale))
 
 
-def bind_block_scaled_wgrad(
+def _bind_block_scaled_wgrad(
     dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False, transposed=False
 ):
     if transposed and dy.dtype is x.dtype:
-        product = bind_block_scaled_wgrad(x, dy, offsets, rows, dtype, accumulate, options, beside, by_expert=by_expert)
+        product = _bind_block_scaled_wgrad(
+            x, dy, offsets, rows, dtype, accumulate, options, beside, by_expert=by_expert
+        )
         return lambda dy, dy_scale, x, x_scale, offsets, out: (
             product(x, x_scale, dy, dy_scale, offsets, None if out is None else out.mT).mT
         )
@@ -858,6 +895,14 @@ def bind_router_wgrad(parts, x, experts, groups, dtype, options):
 ROUTER = {name: function for name, function in globals().items() if name.startswith("bind_") and "rout" in name}
 ROUTER |= {"bind_logits_grad": bind_logits_grad}
 del ROUTER["bind_route"]
-FP8 = {name: function for name, function in globals().items() if name.startswith("bind_block_scaled_gemm")}
-BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in {*ROUTER, *FP8}}
-del BIND["bind_block_scaled_wgrad"]
+BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in ROUTER}
+MODULES = products, activation_functions, row_functions, slot_functions, block_functions, format_functions
+PLACES = {name: next(module for module in MODULES if hasattr(module, name)) for name in BIND}  # that define them
+
+
+def install(put=setattr, router=False):
+    """Put the stand-ins in place of the kernels; ``put`` is as `setattr`."""
+    for name, module in PLACES.items():
+        put(module, name, BIND[name])
+    for name, function in ROUTER.items() if router else ():
+        put(router_functions, name, function)

@@ -26,7 +26,7 @@ from benchmarks.shapes import Shape
 from fusedmoe.commands.demo.options import job_of
 from fusedmoe.commands.timing import CallTime
 from fusedmoe.kernels.rows.quantize import block_functions
-from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import products as hopper
 from fusedmoe.numerics import formats
 from fusedmoe.numerics.recipes import FP8Tensor
 from fusedmoe.ops.state import weight_cache
@@ -70,17 +70,16 @@ def of_rows(of_expert, offsets, rows):
     return of_expert[torch.bucketize(torch.arange(rows), offsets, right=True)][:, None]
 
 
-def bind_gemm(x, weight, bias, row_scale, options, *, by_expert):
-    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
-        return multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
+def bind_gemm(x, weight, bias, row_scale, options):
+    def call(x, weight, bias, offsets, row_scale):
+        return multiplied(*x, *weight, offsets).bfloat16()
 
     return call
 
 
-def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, options, *, by_expert=False):
-    def call(x, x_scale, weight, weight_scale, bias, offsets, row_scale, *encode_and_amax):
-        assert by_expert is (x_scale.dim() == 1)
-        p = multiplied(x, x_scale, weight, weight_scale, offsets).bfloat16()
+def bind_activation(x, weight, bias, row_scale, activation, keep, options, *, quantized=None):
+    def call(x, weight, bias, offsets, row_scale, *encode_and_amax):
+        p = multiplied(*x, *weight, offsets).bfloat16()
         y = reference.glu(p.float(), activation).bfloat16()
         if quantized is None:
             return (y, p) if keep else (y,)
@@ -93,10 +92,10 @@ def bind_activation(x, weight, bias, row_scale, activation, keep, quantized, opt
     return call
 
 
-def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale, options, *, by_expert=False):
-    def call(dy, dy_scale, weight, weight_scale, offsets, p, scale):
-        assert dy.dtype is (torch.float8_e5m2 if by_expert else torch.float8_e4m3fn)
-        d, leaf = multiplied(dy, dy_scale, weight, weight_scale, offsets), p.float().requires_grad_()
+def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale, options):
+    def call(dy, weight, offsets, p, scale):
+        assert dy.codes.dtype is (torch.float8_e5m2 if dy.scale.dim() == 1 else torch.float8_e4m3fn)
+        d, leaf = multiplied(*dy, *weight, offsets), p.float().requires_grad_()
         with torch.enable_grad():
             y = reference.glu(leaf, activation)
         (grad,) = torch.autograd.grad(y, leaf, d * scale[:, None])
@@ -109,8 +108,8 @@ def bind_backward(dy, weight, p, row_scale, activation, want_output, want_scale,
 def bind_backward_codes(dy, weight, p, row_scale, activation, quantized, forms, want_scale, options):
     values = bind_backward(dy, weight, p, row_scale, activation, forms[2], want_scale, options)
 
-    def call(dy, dy_scale, weight, weight_scale, offsets, p, scale):
-        grad, y, grad_scale = values(dy, dy_scale, weight, weight_scale, offsets, p, scale)
+    def call(dy, weight, offsets, p, scale):
+        grad, y, grad_scale = values(dy, weight, offsets, p, scale)
         assert forms == (True, True, True)
         of_grad = sm90_stand_ins.bind_quantize_rows(grad, quantized, offsets, columns=True)(grad, offsets)
         again = sm90_stand_ins.bind_quantize_rows(y, formats.fp8_block(), offsets, rows=False, columns=True)(y, offsets)
@@ -119,9 +118,9 @@ def bind_backward_codes(dy, weight, p, row_scale, activation, quantized, forms, 
     return call
 
 
-def bind_wgrad(dy, x, offsets, rows, dtype, accumulate, options):
-    def call(dy, dy_scale, x, x_scale, offsets, out):
-        (a, b), dw, first, at = (quantize.dequantized(f) for f in ((dy, dy_scale), (x, x_scale))), [], 0, 0
+def bind_wgrad(dy, x, offsets, dtype, accumulate, options):
+    def call(dy, x, offsets):
+        (a, b), dw, first, at = (quantize.dequantized(f) for f in (dy, x)), [], 0, 0
         for end in offsets.tolist():
             dw.append(a[:, at : at + end - first] @ b[:, at : at + end - first].T)
             at += -(-(end - first) // 128) * 128
@@ -138,11 +137,11 @@ def stand_ins(monkeypatch):
     for module, name, stand_in in (
         (block_functions, "bind_quantize_rows", sm90_stand_ins.bind_quantize_rows),
         (block_functions, "bind_quantize_weight", sm90_stand_ins.bind_quantize_weight),
-        (scaled_products, "bind_block_scaled_gemm", bind_gemm),
-        (scaled_products, "bind_block_scaled_gemm_activation", bind_activation),
-        (scaled_products, "bind_block_scaled_gemm_activation_backward", bind_backward),
-        (scaled_products, "bind_block_scaled_gemm_activation_backward_codes", bind_backward_codes),
-        (scaled_wgrad, "bind_block_scaled_wgrad", bind_wgrad),
+        (hopper, "bind_grouped_gemm", bind_gemm),
+        (hopper, "bind_grouped_gemm_activation", bind_activation),
+        (hopper, "bind_grouped_gemm_activation_backward", bind_backward),
+        (hopper, "bind_grouped_gemm_activation_backward_codes", bind_backward_codes),
+        (hopper, "bind_grouped_wgrad", bind_wgrad),
         (unfused_fp8, "_scaled_grouped_mm", scaled_grouped_mm),
     ):
         monkeypatch.setattr(module, name, stand_in)
@@ -222,7 +221,7 @@ def test_products_alternate_and_are_checked(routing):
 
 @pytest.mark.usefixtures("stand_ins")
 def test_a_product_that_raises_leaves_the_other_format(monkeypatch):
-    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", None)
+    monkeypatch.setattr(hopper, "bind_grouped_wgrad", None)
     rows = products.measure(problem(), CountingTimer())
     by_format = {row["format"]: row for row in rows if row["product"] == "FC1 wgrad"}
     assert by_format["fp8"]["note"].startswith("TypeError")

@@ -36,9 +36,9 @@ from fusedmoe.fusion.search import candidates
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 from fusedmoe.kernels.sm90 import products as functions
-from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
 from fusedmoe.kernels.sm90.gemm import scaled
 from fusedmoe.kernels.sm90.gemm import scheduler as scheduler
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 
 BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
@@ -142,19 +142,18 @@ def test_offsets(kind):
     ids=["", "add", "add in 16 bits"],
 )
 def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
-    monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: config)
+    monkeypatch.setattr(functions, "choose", lambda problem: config)
     fp8_wgrad.Problem(**settings).check()
 
 
 def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
     """Few CTAs, which draw their tiles under either schedule, and leave the counter zero."""
-    monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
     case = fp8_wgrad.Problem()
     launches = gpu.launches
-    run = scaled_wgrad.bind_block_scaled_wgrad(
-        case.dy, case.x, case.offsets, case.rows, BF16, False, KernelOptions(schedule="static"), beside=True
-    )
-    dw = run(case.dy, case.dy_scale, case.x, case.x_scale, case.offsets)
+    operands = Codes(case.dy, case.dy_scale), Codes(case.x, case.x_scale), case.offsets
+    run = functions.bind_grouped_wgrad(*operands, BF16, False, KernelOptions(schedule="static"), beside=True)
+    dw = run(*operands)
     assert torch.equal(dw, case.want.to(BF16))
     assert gpu.launches == launches + 1
     assert [kernel.symbol for kernel in gpu.hosts if kernel.symbol.endswith("_beside")]
@@ -163,27 +162,27 @@ def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
 
 def test_products_of_fp8_codes(monkeypatch):
     """Of rows in E4M3, and of gradients in E5M2."""
-    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
     fp8.plain(**SMALL, n=272, k=144, biased=True, scale=True, exact=True).check()
-    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
     fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
 
 
 @pytest.mark.slow
 def test_products_of_fp8_codes_and_activations(monkeypatch):
     """With gate and up, with the codes of the result, and with the derivative."""
-    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
     x, w = fp8.rows(**SMALL, k=144), fp8.weights(SMALL["splits"], 512, 144)
     y = fp8.check_codes(x, w, SMALL["splits"], products.ACTIVATIONS["swiglu"])
     assert y.any()
-    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
     fp8.derivative(**SMALL, n=144, k=272).check()
 
 
 @pytest.mark.slow
 def test_a_derivative_in_fp8_codes(monkeypatch):
     """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
-    monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256_ROWS)
+    monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
     for t in fp8.check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
         assert t.any()
 
@@ -409,10 +408,10 @@ def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles)
 def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
     monkeypatch.setattr(scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":
-        monkeypatch.setattr(scaled_wgrad, "choose", lambda problem: CO_256)
+        monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
         case = fp8_wgrad.Problem((1000,))
     else:
-        monkeypatch.setattr(scaled_products, "choose", lambda problem: CO_256)
+        monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
         case = fp8.plain(**SMALL, n=272, k=1040, exact=True)
     for _ in range(3):  # seeds
         with pytest.raises(EmulationError, match=r"cp.async.bulk.tensor.*: overwrites .* reading: CTA .* ld.shared"):

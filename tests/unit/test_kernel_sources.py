@@ -18,7 +18,8 @@ def test_parts_in_fields_count():
     assert "sm90.epilogue.quantized" in sources("sm90_ragged_m_e4m3_bk_swiglu_keep_e4m3_")
     plain = sources("sm90_ragged_m_bf16_bk_plain_")
     assert plain == {
-        "device.codes", "device.formulas", "device.gather", "device.warps", "sm90.epilogue.outputs", "sm90.gemm.common",
+        "device.codes", "device.formulas", "device.gather", "device.warps", "sm90.epilogue.outputs",
+        "sm90.gemm.arguments", "sm90.gemm.common",
         "sm90.gemm.operands", "sm90.gemm.ragged_m", "sm90.gemm.scheduler", "sm90.tiles.config", "sm90.tiles.legal",
         "fusedmoe.numerics.activations",
     }  # fmt: skip

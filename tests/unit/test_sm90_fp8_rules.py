@@ -14,9 +14,10 @@ from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules.products.fp8 import guard_codes, on_readable_scales
+from fusedmoe.builtin_rules.products.fp8 import guard_codes, of_codes
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
-from fusedmoe.kernels.sm90 import scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.numerics.formats import (
     E4M3,
     E5M2,
@@ -44,9 +45,7 @@ ROWS, WEIGHT = fp8_block(), fp8_block(across=128)
 
 @pytest.fixture(autouse=True)
 def stand_ins_for_fp8(hopper_machine, monkeypatch):  # noqa: F811
-    for name, function in stand_ins.FP8.items():
-        monkeypatch.setattr(scaled_products, name, function)
-    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", stand_ins.bind_block_scaled_wgrad)
+    """Those of `hopper_machine` are for FP8 operands too."""
 
 
 def experts(act=fm.SwiGLU, *, scale=False, bias=False, hidden=H, width=I, dtype=BF16, options=None, **settings):
@@ -374,19 +373,19 @@ def test_each_rule_may_be_switched_off(which):
 def test_scales_of_both_operands():
     found = []
     good, odd = torch.rand(4, 8).mT[:7], torch.rand(7, 3)
-    assert scaled_products.has_strides(good)
-    run = on_readable_scales(lambda *tensors: found.append(tensors), good, odd)
+    assert products.has_strides(good)
+    run = of_codes(lambda *operands: found.append(operands), Codes("a", good), Codes("b", odd))
     run("a", good, "b", odd, "others")
-    ((a, of_a, b, of_b, others),) = found
+    (((a, of_a), (b, of_b), others),) = found
     assert (a, b, others) == ("a", "b", "others")
     assert of_a is good
-    assert scaled_products.has_strides(of_b)
+    assert products.has_strides(of_b)
     assert torch.equal(of_b, odd)
 
-    def unchanged(*tensors):
-        return tensors
-
-    assert on_readable_scales(unchanged, good, good) is unchanged
+    found.clear()
+    readable = of_codes(lambda *operands: found.append(operands), Codes("a", good), Codes("b", good))
+    readable("a", good, "b", good)
+    assert found == [(Codes("a", good), Codes("b", good))]
 
 
 # ------------------------------------------------------------------------------------------------------ weight cache

@@ -12,8 +12,8 @@ from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules.products.fp8 import on_readable_codes
 from fusedmoe.builtin_rules.products.wgrad import Fp8GroupedWgrad
 from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm90 import scaled_wgrad
-from fusedmoe.kernels.sm90.scaled_products import has_strides
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.products import has_strides
 from fusedmoe.kernels.torch.quantized_products import grouped_mm_wgrad
 from fusedmoe.numerics.formats import E5M2, QuantizedTensor, Quantizer, ScaleRule, fp8_block, fp8_row, fp8_tensor, mxfp8
 from fusedmoe.numerics.recipes import FP8Block
@@ -25,14 +25,17 @@ SPLITS, TAIL = (130, 0, 5, 1), 3
 calls = []
 
 
-def bind_block_scaled_wgrad(
-    dy, x, offsets, num_rows, dtype, accumulate, options, beside, *, by_expert=False, transposed=False
+def bind_grouped_wgrad(
+    dy, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False
 ):
     """The function that the kernel has, of operands that it can read."""
 
     assert not beside
+    assert gather is gathered is None
+    num_rows, by_expert = dy.codes.shape[1], dy.scale.dim() == 1
 
-    def run(dy, dy_scale, x, x_scale, offsets, out):
+    def run(dy, x, offsets, out):
+        (dy, dy_scale), (x, x_scale) = dy, x
         calls.append({"dtype": dtype, "accumulate": accumulate, "codes": dy.dtype, "scale": dy_scale.stride()})
         for codes, scale in ((dy, dy_scale), (x, x_scale)):
             assert codes.stride(1) == 1
@@ -56,7 +59,7 @@ def bind_block_scaled_wgrad(
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, which has one kernel."""
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
-    monkeypatch.setattr(scaled_wgrad, "bind_block_scaled_wgrad", bind_block_scaled_wgrad)
+    monkeypatch.setattr(products, "bind_grouped_wgrad", bind_grouped_wgrad)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     calls.clear()
     with fm.register(Fp8GroupedWgrad):

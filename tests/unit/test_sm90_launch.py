@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import launch, one_group, products, router, scaled_wgrad
+from fusedmoe.kernels.sm90 import launch, one_group, products, router
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
 from fusedmoe.numerics.activations import Activation
 
@@ -51,10 +52,9 @@ def launched(monkeypatch):
         return lambda *arguments: calls.append((compiled_for, arguments))
 
     monkeypatch.setattr(launch, "sm_count", lambda device: 132)
-    monkeypatch.setattr(products, "_ragged_m_kernel", kernel)
-    monkeypatch.setattr(products, "_ragged_k_kernel", kernel)
-    monkeypatch.setattr(scaled_wgrad, "_kernel", kernel)
-    caches = products._ragged_m_launch, products._ragged_k_launch, scaled_wgrad._launch
+    monkeypatch.setattr(launch, "ragged_m_kernel", kernel)
+    monkeypatch.setattr(launch, "ragged_k_kernel", kernel)
+    caches = launch.ragged_m, launch.ragged_k
     for cache in caches:
         cache.cache_clear()
     yield calls
@@ -74,13 +74,13 @@ def wgrad(rows=32, dtype=BF16, **settings):
     return products.grouped_wgrad(dy, x, torch.zeros(E, dtype=torch.int32), dtype=dtype, **settings)
 
 
-@pytest.mark.parametrize(("run", "found"), [(product, "_ragged_m_launch"), (wgrad, "_ragged_k_launch")])
+@pytest.mark.parametrize(("run", "found"), [(product, launch.ragged_m), (wgrad, launch.ragged_k)])
 def test_what_makes_another_launch(run, found):
     changes = {"rows": 40}, {"options": KernelOptions(8)}, {"options": KernelOptions(0, "static")}
     for count, change in enumerate(({}, *changes), 1):
         run(**change)
         run(**change)
-        info = getattr(products, found).cache_info()
+        info = found.cache_info()
         assert (info.misses, info.hits) == (count, count)
 
 
@@ -248,7 +248,7 @@ def test_gathered_rows_are_another_launch(launched):
     product(gather=torch.zeros(32, dtype=torch.int32))
     product()
     assert [compiled_for["gather"] for compiled_for, _ in launched] == [False, True, False]
-    assert products._ragged_m_launch.cache_info().misses == 2
+    assert launch.ragged_m.cache_info().misses == 2
 
 
 @pytest.mark.parametrize(
@@ -312,10 +312,9 @@ def bind_wgrad(options, beside):
 
 def bind_fp8_wgrad(options, beside):
     dy, x = (torch.zeros(width, 256, dtype=torch.float8_e4m3fn) for width in (N, K))
-    scales = (torch.zeros(2, width).mT for width in (N, K))
+    dy, x = (Codes(codes, torch.zeros(2, len(codes)).mT) for codes in (dy, x))
     offsets = torch.zeros(E, dtype=torch.int32)
-    run = scaled_wgrad.bind_block_scaled_wgrad(dy, x, offsets, 32, BF16, False, options, beside)
-    run(dy, next(scales), x, next(scales), offsets)
+    products.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, beside=beside)(dy, x, offsets)
 
 
 BIND_WGRAD = pytest.mark.parametrize("bind", [bind_wgrad, bind_fp8_wgrad], ids=["bf16", "fp8"])
@@ -363,14 +362,15 @@ def test_an_exchange_takes_sms_and_leaves_the_tiles(launched):
     rows, experts, features, hidden = 2048, 16, 2880, 2048
     meta = {"device": "meta", "dtype": BF16}
     weight, p = torch.empty(experts, hidden, features, **meta), torch.empty(rows, 2 * features, **meta)
-    like = torch.empty(rows, hidden, **meta), weight, p, torch.empty(rows, device="meta")
+    operands = torch.empty(rows, hidden, **meta), weight, torch.empty(experts, device="meta"), p
+    scale = torch.empty(rows, device="meta")
     tiles, ctas = [], []
     for options in (KernelOptions(), KernelOptions(exchange_sms=2), KernelOptions(2)):
-        found = products._ragged_m(
-            "derivative", like[0], weight.mT, Activation("swiglu"), options, None, scale=torch.float32, keep=True
-        )
-        found.kernel()
-        tiles.append(launched[-1][0]["config"].tile_n)
-        ctas.append(found.numbers[-1])
+        products.grouped_gemm_activation_backward(
+            *operands, Activation("swiglu"), row_scale=scale, options=options
+        )  # fmt: skip
+        compiled_for, arguments = launched[-1]
+        tiles.append(compiled_for["config"].tile_n)
+        ctas.append(arguments[CTAS])
     assert ctas == [132, 130, 130]
     assert tiles[0] == tiles[1] != tiles[2]

@@ -8,7 +8,7 @@ import torch
 from test_sm90_rows_compile import instructions, starting  # noqa: F401  (a fixture)
 
 from fusedmoe.kernels.rows.quantize.block_functions import bind_quantize_rows, bind_quantize_weight
-from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
+from fusedmoe.kernels.sm90.products import has_strides, with_strides
 from fusedmoe.numerics.formats import E5M2, fp8_block, fp8_row, fp8_tensor, mxfp8, nvfp4
 
 pytest.importorskip("cutlass")

@@ -16,7 +16,6 @@ from fusedmoe import FusionError, Status
 from fusedmoe.builtin_rules import requirements
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.sm90 import products, router
 
 E, H, I = 3, 32, 16  # noqa: E741  (experts, hidden, intermediate)
 SPLITS = (5, 0, 7)
@@ -30,10 +29,7 @@ pytestmark = pytest.mark.usefixtures("builtin_rules")
 def hopper_machine(monkeypatch):
     """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
-    for name, function in stand_ins.BIND.items():
-        monkeypatch.setattr(products, name, function)
-    for name, function in stand_ins.ROUTER.items():
-        monkeypatch.setattr(router, name, function)
+    stand_ins.install(monkeypatch.setattr, router=True)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     stand_ins.calls.clear()
 

@@ -196,8 +196,8 @@ def test_tokens_without_experts(early):
 
 def test_stand_ins_have_the_signatures_of_the_kernels(monkeypatch):
     monkeypatch.undo()
-    kernels = {name: getattr(products, name) for name in products.__all__ if name.startswith("bind_")}
-    assert kernels.keys() == stand_ins.BIND.keys()
+    kernels = {name: getattr(module, name) for name, module in stand_ins.PLACES.items()}
+    assert {name for name in products.__all__ if name.startswith("bind_")} <= kernels.keys()
     for name, kernel in kernels.items():
         assert kernel is not stand_ins.BIND[name]
         ours, theirs = (len(inspect.signature(f).parameters) for f in (kernel, stand_ins.BIND[name]))

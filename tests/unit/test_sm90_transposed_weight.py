@@ -9,7 +9,7 @@ from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.kernels.sm90 import scaled_products
+from fusedmoe.kernels.sm90 import products
 from fusedmoe.numerics.formats import fp8_block
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -49,7 +49,7 @@ def test_codes_are_transposed_right_before_their_product(monkeypatch):
     copied = []
     monkeypatch.setattr(
         "fusedmoe.builtin_rules.products.fp8.with_strides",
-        lambda scale: (copied.append(tuple(scale.shape)), scaled_products.with_strides(scale))[1],
+        lambda scale: (copied.append(tuple(scale.shape)), products.with_strides(scale))[1],
     )
     chain = experts()
     plan = both_ways(chain, rows(hidden=H), **inputs(scale=False))

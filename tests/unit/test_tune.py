@@ -309,8 +309,7 @@ def test_products_of_a_gated_mlp_have_entries_of_their_own():
 
 @pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
 def test_calls_are_those_of_the_products_titles(monkeypatch, activation):
-    for name, function in stand_ins.BIND.items():
-        monkeypatch.setattr(products, name, function)
+    stand_ins.install(monkeypatch.setattr)
     mlp = tuning.Mlp(64, 32, 4, 100, activation)
     called = []
     for product in tuning.products(mlp, 132):

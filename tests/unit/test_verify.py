@@ -19,7 +19,7 @@ from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu
 from fusedmoe.commands.verify.memory import poisoned_memory
 from fusedmoe.commands.verify.rules import verify
 from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm90 import products, router, scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -63,13 +63,7 @@ def small(monkeypatch, tmp_path):
 @pytest.fixture
 def hopper(monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
-    for module, stand_ins in (
-        (products, sm90_stand_ins.BIND), (router, sm90_stand_ins.ROUTER),
-        (scaled_products, sm90_stand_ins.FP8),
-        (scaled_wgrad, {"bind_block_scaled_wgrad": sm90_stand_ins.bind_block_scaled_wgrad}),
-    ):  # fmt: skip
-        for name, function in stand_ins.items():
-            monkeypatch.setattr(module, name, function)
+    sm90_stand_ins.install(monkeypatch.setattr, router=True)
     monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
     return Machine(90)
@@ -82,8 +76,7 @@ def blackwell(monkeypatch):
         monkeypatch.setattr(grouped, name, function)
     for name, function in sm100_stand_ins.GROUPED_NVFP4.items():
         monkeypatch.setattr(grouped_nvfp4, name, function)
-    for name, function in sm90_stand_ins.BIND.items():  # those of the kernels that sort, move and sum rows
-        monkeypatch.setattr(products, name, function)
+    sm90_stand_ins.install(monkeypatch.setattr)  # those of the kernels that sort, move and sum rows
     for name, function in sm100_stand_ins.QUANTIZE.items():
         monkeypatch.setattr(quantize_functions, name, function)
     monkeypatch.setattr(toolkit, "why_unusable", lambda: None)
@@ -277,7 +270,7 @@ def test_one_wrong_row_among_many(hopper, capsys, monkeypatch):
         t[7] = 0
         return t
 
-    changed(monkeypatch, scaled_products, "bind_block_scaled_gemm", of_first(spoil))
+    changed(monkeypatch, products, "bind_grouped_gemm", of_first(spoil))
     many = Case("experts", "fp8_block", Layout("many rows", (600, 0)))
     lines = failure(capsys, hopper, many)
     assert any("y: 1 rows have a relative error above 0.5" in line for line in lines)

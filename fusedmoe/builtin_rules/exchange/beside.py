@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusedmoe.base.lasting import lasting
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90.tiles.config import RANGES
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Ranges:
         chosen: int,
     ) -> None:
         own, self.others = _own_and_others(expert_parallel, tokens)
-        self.run = products.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
+        self.run = row_functions.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
         self._engine, self._chosen, self._size = expert_parallel.engine, chosen, 2 * (offsets.shape[0] + 1)
 
     def memory(self, device: torch.device) -> Tensor:
@@ -149,7 +150,7 @@ def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequ
         return torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
 
     row_of_part = lasting(rows_of_parts, device)
-    total = products.bind_sum_slots(like, row_of_part, None)
+    total = slot_functions.bind_sum_slots(like, row_of_part, None)
 
     def run(parts: Sequence[Tensor] | Tensor) -> Tensor:
         assert isinstance(parts, torch.Tensor)
@@ -177,14 +178,16 @@ class Returns:
         ranks, rank, every = expert_parallel.ranks, expert_parallel.rank, row_of_slot.shape[0]
         self.engine, self.rank, self.tokens = expert_parallel.engine, rank, tokens
         self.own, others = _own_and_others(expert_parallel, every)
-        self._sums = [(there, products.bind_sum_slots(rows, row_of_slot[there], scale)) for there in others.values()]
+        self._sums = [
+            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale)) for there in others.values()
+        ]
         self._parts = rows.new_empty(every, rows.shape[1], device="meta")
         self._over_ranks = None
         if ranks == 2 and tokens:
             of_tokens = row_of_slot[self.own][:tokens]
-            self._add_to_part = products.bind_sum_slots_and_part(rows, of_tokens, scale)
+            self._add_to_part = slot_functions.bind_sum_slots_and_part(rows, of_tokens, scale)
         elif tokens:
-            self._sum_own = products.bind_sum_slots(rows, row_of_slot[self.own], scale)
+            self._sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], scale)
             self._over_ranks = bind_sum_over_ranks(rows.new_empty(every, rows.shape[1]), ranks, tokens)
 
     def of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, *like: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ from fusedmoe.builtin_rules.requirements import (
 )
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
@@ -121,7 +122,7 @@ class GemmActivationOfArrivingTokens(
         guards.some_rows(index.numel())
         room, total = dispatch.rows(index), index.shape[0]
         rows = index.view(-1)[:room]  # like the tokens of rows
-        route = products.bind_route(index, factor, experts, num_rows=room)
+        route = slot_functions.bind_route(index, factor, experts, num_rows=room)
         row_bytes, row_flops, chosen = x.shape[1] * x.itemsize, 2 * weight[0].numel(), index.shape[1]
         beside = experts_beside(gather.expert_parallel, total, row_bytes, chosen, experts, row_flops, TFLOPS)
         # memory for E offsets, which may be more than there are rows
@@ -355,7 +356,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
         rows = dy.new_empty(dy.shape[0], weight.shape[2])
         returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
-        values = products.bind_slot_values(grad_probs, row_of_slot)
+        values = slot_functions.bind_slot_values(grad_probs, row_of_slot)
         beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
         wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
 

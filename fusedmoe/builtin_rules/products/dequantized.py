@@ -18,6 +18,7 @@ from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
 from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.quantized_products import NATIVE, path
@@ -117,7 +118,7 @@ class _Dequantized(OnSm90):
 def _bind_values(operand: _Operand, format: Format, transposed: bool = False) -> tuple[Callable[..., Tensor], Tensor]:
     """Return the function of an operand that returns it in bf16, and an empty tensor like its results."""
     guard_codes(operand.codes, format)
-    run = products.bind_dequantize(operand.codes, operand.scale, format, transposed=transposed)
+    run = format_functions.bind_dequantize(operand.codes, operand.scale, format, transposed=transposed)
     *stack, lines, length = operand.codes.shape
     length *= 2 if format.element == E2M1 else 1
     shape = (length, lines) if transposed else (*stack, lines, length)

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
+from fusedmoe.builtin_rules.products.fp8 import OnFp8, check_operands, guard_codes, of_codes
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
-from fusedmoe.kernels.sm90 import products, scaled_products
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.ops.grouped_linear import Dgrad
 
 if TYPE_CHECKING:
@@ -62,12 +63,6 @@ class Fp8GroupedDgrad(OnFp8, _Dgrad, name="sm90.fp8_grouped_dgrad", direction="b
         self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor
     ) -> Run:
         guard_codes(dy, weight)
-        tensor_scales = by_expert(ctx, "grad_output")
-        product = scaled_products.bind_block_scaled_gemm(dy, weight, None, None, ctx.options, by_expert=tensor_scales)
-        return on_readable_scales(
-            lambda dy, dy_scale, weight, weight_scale, offsets: product(
-                dy, dy_scale, weight, weight_scale, None, offsets, None
-            ),
-            dy_scale,
-            weight_scale,
-        )
+        operands = Codes(dy, dy_scale), Codes(weight, weight_scale)
+        product = products.bind_grouped_gemm(*operands, None, None, ctx.options)
+        return of_codes(lambda dy, weight, offsets: product(dy, weight, None, offsets, None), *operands)

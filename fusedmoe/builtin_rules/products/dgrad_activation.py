@@ -17,11 +17,13 @@ from fusedmoe.builtin_rules.products.fp8 import (
     check_blocks,
     check_operands,
     guard_codes,
-    on_readable_scales,
+    of_codes,
 )
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, activation_of, check_common, check_dscale, decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products, scaled_products
+from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.numerics.formats import E4M3, QuantizedSpec, ScaleRule
 from fusedmoe.ops.glu import FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad
@@ -153,17 +155,17 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         guards.matrix("the preactivation", preactivation)
         bind = self._bind_values if self._quantizer is None else self._bind_codes
         dtype = None if factor is None else factor.dtype
-        run = bind(ctx, dy, weight, offsets, preactivation, factor, dtype)
-        return on_readable_scales(run, dy_scale, weight_scale)
+        operands = Codes(dy, dy_scale), Codes(weight, weight_scale)
+        return of_codes(bind(ctx, *operands, offsets, preactivation, factor, dtype), *operands)
 
     def _bind_codes(
-        self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor,
+        self, ctx: PlanContext, dy: Codes, weight: Codes, offsets: Tensor, preactivation: Tensor,
         factor: Tensor | None, dtype: torch.dtype | None,
     ) -> Run:  # fmt: skip
         """Return the function that writes codes: it gives the row scale's gradient alone, and keeps the forms."""
         assert self._quantizer is not None
         by_rows, by_columns, again = (name in ctx.keep for name in FORMS)
-        product = scaled_products.bind_block_scaled_gemm_activation_backward_codes(
+        product = products.bind_grouped_gemm_activation_backward_codes(
             dy, weight, preactivation, factor, activation_of(self.dact.op), self._quantizer.format,
             (by_rows, by_columns, again), self.scale_grad is not None, ctx.options,
         )  # fmt: skip
@@ -175,23 +177,23 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         return run
 
     def _bind_values(
-        self, ctx: PlanContext, dy: Tensor, weight: Tensor, offsets: Tensor, preactivation: Tensor,
+        self, ctx: PlanContext, dy: Codes, weight: Codes, offsets: Tensor, preactivation: Tensor,
         factor: Tensor | None, dtype: torch.dtype | None,
     ) -> Run:  # fmt: skip
         """Return the function that gives bf16, and keeps the layer's input by columns or unquantized."""
-        product = scaled_products.bind_block_scaled_gemm_activation_backward(
+        product = products.bind_grouped_gemm_activation_backward(
             dy, weight, preactivation, factor, activation_of(self.dact.op), bool(ctx.keep), self.scale_grad is not None,
-            ctx.options, by_expert=by_expert(ctx, "grad_output"),
+            ctx.options,
         )  # fmt: skip
         columns, quantize = _columns(ctx) if COLUMNS in ctx.keep else None, None
         keeps_output = any(name != COLUMNS for name in ctx.keep)
         if columns is not None:
-            like = preactivation.new_empty(preactivation.shape[0], weight.shape[1])
-            quantize = products.bind_quantize_rows(like, columns.format, offsets, rows=False, columns=True)
+            like = preactivation.new_empty(preactivation.shape[0], weight.codes.shape[1])
+            quantize = block_functions.bind_quantize_rows(like, columns.format, offsets, rows=False, columns=True)
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             grad_preactivation, x, grad_factor = product(*tensors)
-            kept = () if quantize is None else quantize(x, tensors[4])[0]
+            kept = () if quantize is None else quantize(x, tensors[2])[0]
             given = _given((grad_preactivation,), grad_factor, dtype)
             return (*given, *kept, x) if keeps_output else (*given, *kept)
 

@@ -12,7 +12,8 @@ from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
 from fusedmoe.fusion.language.rule import PlanContext, Run, require
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.kernels.sm90.scaled_products import has_strides, with_strides
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.products import has_strides, with_strides
 from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec
 
 if TYPE_CHECKING:
@@ -100,10 +101,12 @@ def _copied(codes: Tensor) -> Tensor:
     return codes if are_readable(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
-def on_readable_scales(run: Run, rows: Tensor, weight: Tensor) -> Run:
-    """Return ``run``, whose arguments begin with codes and scales of rows and of a weight. If the kernels cannot read
-    scales like these, as plain PyTorch makes them, return a function that runs it on copies.
+def of_codes(product: Run, a: Codes, b: Codes) -> Run:
+    """Return a function of the codes and scales of two operands, and other tensors, that runs a product of both
+    operands. If the kernels cannot read scales like these, as plain PyTorch makes them, it runs on copies.
     """
-    if has_strides(rows) and has_strides(weight):
-        return run
-    return lambda a, a_scale, b, b_scale, *others: run(a, with_strides(a_scale), b, with_strides(b_scale), *others)
+    if has_strides(a.scale) and has_strides(b.scale):
+        return lambda a, a_scale, b, b_scale, *others: product(Codes(a, a_scale), Codes(b, b_scale), *others)
+    return lambda a, a_scale, b, b_scale, *others: product(
+        Codes(a, with_strides(a_scale)), Codes(b, with_strides(b_scale)), *others
+    )

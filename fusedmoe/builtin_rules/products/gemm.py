@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.products.fp8 import OnFp8, by_expert, check_operands, guard_codes, on_readable_scales
+from fusedmoe.builtin_rules.products.fp8 import OnFp8, check_operands, guard_codes, of_codes
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common, check_row_scale
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
-from fusedmoe.kernels.sm90 import products, scaled_products
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale
 
@@ -68,7 +69,5 @@ class Fp8GroupedGemm(OnFp8, _Gemm, name="sm90.fp8_grouped_gemm", direction="forw
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
         guards.contiguous("the bias", bias)
-        run = scaled_products.bind_block_scaled_gemm(
-            x, weight, bias, factor, ctx.options, by_expert=by_expert(ctx, "input")
-        )
-        return on_readable_scales(run, x_scale, weight_scale)
+        operands = Codes(x, x_scale), Codes(weight, weight_scale)
+        return of_codes(products.bind_grouped_gemm(*operands, bias, factor, ctx.options), *operands)

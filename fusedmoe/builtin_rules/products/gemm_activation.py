@@ -19,7 +19,7 @@ from fusedmoe.builtin_rules.products.fp8 import (
     check_blocks,
     check_operands,
     guard_codes,
-    on_readable_scales,
+    of_codes,
 )
 from fusedmoe.builtin_rules.requirements import (
     OnSm90,
@@ -31,7 +31,9 @@ from fusedmoe.builtin_rules.requirements import (
 )
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP, bind_end
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products, scaled_products
+from fusedmoe.kernels.rows.quantize import format_functions
+from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.ops.glu import FusedActivation
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
@@ -139,11 +141,11 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         quantizer = self._quantizer
         delayed = quantizer is not None and quantizer.delayed is not None
         quantized = None if quantizer is None else quantizer.format
-        run = scaled_products.bind_block_scaled_gemm_activation(
-            x, weight, bias, factor, activation_of(self.act), "act.input" in ctx.keep, quantized, ctx.options,
-            by_expert=by_expert(ctx, "input"),
-        )  # fmt: skip
-        return on_readable_scales(self._with_step(ctx, run, x, offsets) if delayed else run, x_scale, weight_scale)
+        operands = Codes(x, x_scale), Codes(weight, weight_scale)
+        run = products.bind_grouped_gemm_activation(
+            *operands, bias, factor, activation_of(self.act), "act.input" in ctx.keep, ctx.options, quantized=quantized
+        )
+        return of_codes(self._with_step(ctx, run, x, offsets) if delayed else run, *operands)
 
     def _with_step(self, ctx: PlanContext, product: Run, x: Tensor, offsets: Tensor) -> Run:
         """Return a function of the same tensors as ``product`` that also updates the history of delayed scaling and, if
@@ -156,12 +158,12 @@ class Fp8GroupedGemmActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_gemm_ac
         if COLUMNS in ctx.keep:
             width = self.fc.out_features // (2 if activation_of(self.act).gated else 1)
             codes = x.new_empty(x.shape[0], width, dtype=quantize.quantizer.format.element.dtype)
-            transpose = products.bind_transpose_rows(codes, offsets)
+            transpose = format_functions.bind_transpose_rows(codes, offsets)
         end, training = bind_end(quantize.quantizer), ctx.training
 
         def run(*tensors: Any) -> tuple[Tensor, ...]:
             x, *_, offsets, _ = tensors
-            step = quantize.delayed_step(x, offsets, training)
+            step = quantize.delayed_step(x.codes, offsets, training)
             assert step is not None, "delayed scaling"
             amax = torch.zeros_like(step.encode)
             codes, *p = product(*tensors, step.encode, amax)

@@ -16,6 +16,7 @@ from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
 from fusedmoe.builtin_rules.requirements import OnSm90, activation_of, check_common, decline
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.ops.glu import FusedActivation, FusedDerivative
@@ -170,7 +171,9 @@ class LinearColumnSums(FusionRule, name="linear_column_sums", direction="backwar
         rows = as_matrix(dy)
         guards.gradient(rows)
         ends = _counted_in(dy, offsets)
-        sums = guards.on_readable(rows, products.bind_column_sums(rows, ends(offsets), ctx.dtype("bias_grad.bias")))
+        sums = guards.on_readable(
+            rows, row_functions.bind_column_sums(rows, ends(offsets), ctx.dtype("bias_grad.bias"))
+        )
         return lambda dy, offsets: sums(as_matrix(dy), ends(offsets))[0]
 
 

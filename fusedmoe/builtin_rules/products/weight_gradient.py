@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fusedmoe.kernels.options import KernelOptions
+    from fusedmoe.kernels.sm90.launch import Operand
 
     WeightGradient: TypeAlias = "_IntoMainGrad | _IntoGrad"
     Product: TypeAlias = Callable[..., Tensor]  # of (out, *operands), which returns `out` or a new tensor
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class _IntoMainGrad:
     """A weight gradient that is added, unrounded, to the fp32 ``main_grad`` of the weight."""
 
-    def __init__(self, wgrad: WgradIntoMainGrad, bind: BindProduct, operands: tuple[Tensor, ...]) -> None:
+    def __init__(self, wgrad: WgradIntoMainGrad, bind: BindProduct, operands: tuple[Any, ...]) -> None:
         self._wgrad, self._product = wgrad, bind(torch.float32, True, *operands)
 
     def main_grad(self) -> Tensor | None:
@@ -35,7 +36,7 @@ class _IntoMainGrad:
         """
         return guards.main_grad(self._wgrad.main_grad())
 
-    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+    def __call__(self, main_grad: Tensor | None, *operands: Any) -> Tensor | None:
         """Return the gradient for autograd."""
         self._product(main_grad, *operands)
         return self._wgrad.added()
@@ -45,7 +46,7 @@ class _IntoGrad:
     """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`."""
 
     def __init__(
-        self, wgrad: Wgrad, dtype: torch.dtype, bind: BindProduct, operands: tuple[Tensor, ...], adds_to_sum: bool
+        self, wgrad: Wgrad, dtype: torch.dtype, bind: BindProduct, operands: tuple[Any, ...], adds_to_sum: bool
     ) -> None:
         self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
         self._write = bind(dtype, False, *operands)
@@ -55,7 +56,7 @@ class _IntoGrad:
         """Return None."""
         return None
 
-    def __call__(self, main_grad: Tensor | None, *operands: Tensor) -> Tensor | None:
+    def __call__(self, main_grad: Tensor | None, *operands: Any) -> Tensor | None:
         """Return the gradient for autograd."""
         so_far = self._wgrad.sum_so_far(self._dtype) if self._adds_to_sum else None
         if so_far is None:
@@ -70,7 +71,7 @@ def weight_gradient(
     wgrad: Wgrad | WgradIntoMainGrad,
     dtype: torch.dtype,
     bind: BindProduct,
-    *operands: Tensor,
+    *operands: Any,
     adds_to_sum: bool = True,
 ) -> WeightGradient:
     """Return ``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
@@ -100,15 +101,16 @@ def of_rows(
     options: KernelOptions,
     gathered: products.WgradOperand | None,
     beside: bool,
-    *operands: Tensor,
+    *operands: Any,
+    adds_to_sum: bool = True,
 ) -> WeightGradient:
-    """Return `weight_gradient` for operands ``(dy, x, offsets, *index)``; see `functions.bind_grouped_wgrad`."""
+    """Return `weight_gradient` for operands ``(dy, x, offsets, *index)``; see `products.bind_grouped_wgrad`."""
 
-    def bind(dtype: torch.dtype, adds: bool, dy: Tensor, x: Tensor, offsets: Tensor, *index: Tensor) -> Product:
+    def bind(dtype: torch.dtype, adds: bool, dy: Operand, x: Operand, offsets: Tensor, *index: Tensor) -> Product:
         gather = index[0] if index else None
         product = products.bind_grouped_wgrad(
             dy, x, offsets, dtype, adds, options, gather, gathered, beside, transposed=wgrad.transposed
         )
         return lambda out, dy, x, offsets, *index: product(dy, x, offsets, out, *index)
 
-    return weight_gradient(wgrad, dtype, bind, *operands)
+    return weight_gradient(wgrad, dtype, bind, *operands, adds_to_sum=adds_to_sum)

@@ -17,21 +17,19 @@ from fusedmoe.builtin_rules.products.fp8 import (
     are_readable,
     by_expert,
     check_operand,
+    of_codes,
     on_readable_codes,
-    on_readable_scales,
 )
-from fusedmoe.builtin_rules.products.weight_gradient import of_rows, weight_gradient
+from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import scaled_wgrad
-from fusedmoe.kernels.sm90.scaled_products import has_strides
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.products import has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
-    from fusedmoe.builtin_rules.products.weight_gradient import Product
     from fusedmoe.kernels.sm90.products import WgradOperand
 
 OPERANDS = ("grad_output", "wgrad.input")
@@ -95,25 +93,16 @@ class Fp8GroupedWgrad(OnFp8, FusionRule, name="sm90.fp8_grouped_wgrad", directio
         return _step(ctx, self.wgrad, FP8_FLOPS_PER_US)
 
     def bind(self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor) -> Run:
-        rows = dy.shape[1]  # with padding
-        guards.some_rows(rows)
+        guards.some_rows(dy.shape[1])  # with padding
         # copies would be the launches before the product, which must wait for them
         beside = ctx.beside_sms > 0 and are_readable(dy, x) and has_strides(dy_scale) and has_strides(x_scale)
-
-        def bind_product(dtype: torch.dtype, adds: bool, *operands: Tensor) -> Product:
-            dy, _, x, _, offsets = operands
-            product = scaled_wgrad.bind_block_scaled_wgrad(
-                dy, x, offsets, rows, dtype, adds, ctx.options, beside, by_expert=by_expert(ctx, OPERANDS[0]),
-                transposed=self.wgrad.transposed,
-            )  # fmt: skip
-            return lambda out, *operands: product(*operands, out)
-
-        product = weight_gradient(
-            self.wgrad, ctx.dtype("grad_output"), bind_product, dy, dy_scale, x, x_scale, offsets,
+        operands = Codes(dy, dy_scale), Codes(x, x_scale)
+        product = of_rows(
+            self.wgrad, ctx.dtype("grad_output"), ctx.options, None, beside, *operands, offsets,
             adds_to_sum=not self.wgrad.transposed or dy.dtype is x.dtype,
         )  # fmt: skip
         run: Run = lambda *operands: product(product.main_grad(), *operands)  # noqa: E731
-        return on_readable_codes(on_readable_scales(run, dy_scale, x_scale), dy, x)
+        return on_readable_codes(of_codes(run, *operands), dy, x)
 
 
 def _step(ctx: PlanContext, wgrad: Wgrad | WgradIntoMainGrad, flops_per_us: float) -> Step:

@@ -13,7 +13,8 @@ from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
 from fusedmoe.builtin_rules.requirements import activation_of, check_common, decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.rows.activation import functions as activation_functions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 
@@ -44,7 +45,7 @@ class ActivationRule(FusionRule, name="activation", direction="forward"):
         _guard(x, factor)
         rows, scale = as_matrix(x), _contiguous(factor)
         guards.matrix("x", rows)
-        run = products.bind_activation(rows, scale, activation_of(self.act))
+        run = activation_functions.bind_activation(rows, scale, activation_of(self.act))
         if x.dim() == 2 and scale is factor:
             return run
         return lambda x, factor: as_rows_of(x, run(as_matrix(x), _contiguous(factor)))
@@ -79,7 +80,7 @@ class DActivationRule(FusionRule, name="dactivation", direction="backward"):
         rows, grads = as_matrix(x), as_matrix(dy)
         guards.matrix("the preactivation", rows)
         activation, of_scale = activation_of(self.dact.op), self.scale_grad is not None
-        product = products.bind_activation_backward(
+        product = activation_functions.bind_activation_backward(
             grads, rows, _contiguous(factor), activation, of_scale, bool(ctx.keep)
         )
 

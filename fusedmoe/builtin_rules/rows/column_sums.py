@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.ops.grouped_linear import BiasGrad
 
 if TYPE_CHECKING:
@@ -28,4 +28,4 @@ class ColumnSums(FusionRule, name="column_sums", direction="backward"):
 
     def bind(self, ctx: PlanContext, dy: Tensor, offsets: Tensor) -> Run:
         guards.gradient(dy)
-        return guards.on_readable(dy, products.bind_column_sums(dy, offsets, ctx.dtype("bias_grad.bias")))
+        return guards.on_readable(dy, row_functions.bind_column_sums(dy, offsets, ctx.dtype("bias_grad.bias")))

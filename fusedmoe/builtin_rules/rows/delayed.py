@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.numerics.formats import ScaleRule
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def bind_end(quantizer: Quantizer) -> Callable[[Step, Tensor | None], Tensor]:
     """
     delayed, format = quantizer.delayed, quantizer.format
     assert delayed is not None
-    update = products.bind_update_amax_history(
+    update = format_functions.bind_update_amax_history(
         format.element.max / 2.0**delayed.margin,
         format.amax_epsilon,
         power_of_two=format.rule is ScaleRule.POWER_OF_TWO,

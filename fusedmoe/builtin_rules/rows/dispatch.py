@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.op import TensorSpec
 
@@ -55,7 +56,7 @@ def sum_us(ctx: PlanContext, row_of_slot: str, *values: str) -> float:
 def bind_sum(rows: Tensor, row_of_slot: Tensor, addend: Tensor | None, beside_sms: int) -> Run:
     """Bind a sum over slots without a scale; beside the next step, unless the rows are a copy of this call."""
     sms = beside_sms if guards.is_readable(rows) else 0  # the memory of a copy is free when the call returns
-    return guards.on_readable(rows, products.bind_sum_slots(rows, row_of_slot, None, addend, sms))
+    return guards.on_readable(rows, slot_functions.bind_sum_slots(rows, row_of_slot, None, addend, sms))
 
 
 class DispatchRule(FusionRule, name="dispatch", direction="forward"):
@@ -86,11 +87,11 @@ class DispatchRule(FusionRule, name="dispatch", direction="forward"):
         guards.some_rows(index.numel())
         guards.contiguous("expert_index or expert_weight", index, weight)
         rows = self.dispatch.rows(index, local_rows)
-        route = products.bind_route(index, weight, experts, num_rows=rows)
+        route = slot_functions.bind_route(index, weight, experts, num_rows=rows)
         if not ctx.keep:
             return lambda x, index, weight, local_rows=None: route(index, weight)
         guards.matrix("x", x)
-        gather = products.bind_gather_rows(x, index, None, rows)
+        gather = slot_functions.bind_gather_rows(x, index, None, rows)
 
         def run(x: Tensor, index: Tensor, weight: Tensor, local_rows: Tensor | None = None) -> tuple[Tensor, ...]:
             provided = route(index, weight)
@@ -117,7 +118,7 @@ class CombineRule(FusionRule, name="combine", direction="forward"):
         guards.some_rows(row_of_slot.numel())
         guards.matrix("x", rows)
         guards.contiguous(ROUTING, row_of_slot, weight)
-        return products.bind_sum_slots(rows, row_of_slot, weight)
+        return slot_functions.bind_sum_slots(rows, row_of_slot, weight)
 
 
 class DCombineRule(FusionRule, name="dcombine", direction="backward"):
@@ -138,7 +139,7 @@ class DCombineRule(FusionRule, name="dcombine", direction="backward"):
     ) -> Run:
         _guard_token_gradient(dy, slot_of_row)
         guards.contiguous(ROUTING, row_of_slot, slot_of_row, weight)
-        return guards.on_readable(dy, products.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
+        return guards.on_readable(dy, slot_functions.bind_gather_rows(dy, row_of_slot, weight, slot_of_row.shape[0]))
 
 
 class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="backward"):
@@ -159,7 +160,7 @@ class CombineWeightGradRule(FusionRule, name="combine_weight_grad", direction="b
         guards.matrix("x", rows)
         guards.contiguous(ROUTING, row_of_slot, slot_of_row)
         dtype = ctx.dtype(f"weight_grad.{self.weight_grad.op.weights}")
-        return guards.on_readable(dy, products.bind_row_dots(dy, rows, row_of_slot, dtype))
+        return guards.on_readable(dy, slot_functions.bind_row_dots(dy, rows, row_of_slot, dtype))
 
 
 class DDispatchRule(FusionRule, name="ddispatch", direction="backward"):
@@ -193,4 +194,4 @@ class DispatchWeightGradRule(FusionRule, name="dispatch_weight_grad", direction=
     def bind(self, ctx: PlanContext, grad: Tensor, row_of_slot: Tensor) -> Run:
         guards.gradient(grad)
         guards.contiguous(ROUTING, row_of_slot)
-        return guards.on_readable(grad, products.bind_slot_values(grad, row_of_slot))
+        return guards.on_readable(grad, slot_functions.bind_slot_values(grad, row_of_slot))

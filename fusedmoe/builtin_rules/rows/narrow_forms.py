@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmoe.builtin_rules.rows.delayed import bind_end
 from fusedmoe.fusion.language.rule import require
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.numerics.formats import Format, Quantizer, ScaleRule
 from fusedmoe.numerics.formats.casts import random_bytes
 from fusedmoe.numerics.formats.format import column_block
@@ -61,7 +61,7 @@ def bind_forms(
     format = quantizer.format
     if quantizer.stochastic_rounding and columns and offsets_E is None and not rotated:
         require(x.shape[-2] % 8 == 0, "%d rows with stochastic rounding: expected a multiple of 8", x.shape[-2])
-    kernel = products.bind_quantize_format(
+    kernel = format_functions.bind_quantize_format(
         x, format, offsets_E, index_R, rows=rows, columns=columns, rotated=rotated,
         stochastic=quantizer.stochastic_rounding, amax=quantizer.delayed is not None and training,
     )  # fmt: skip
@@ -141,7 +141,7 @@ def bind_factors(
         return lambda *_: ((), [], [])
     by_row = format.block == (1, None)
     unrotated = rows or (columns and not rotated)
-    largest = products.bind_magnitudes(
+    largest = format_functions.bind_magnitudes(
         x, offsets_E, index_R, of_rows=by_row and rows, of_columns=by_row and columns,
         of_experts=not by_row and unrotated, of_experts_rotated=rotated,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from fusedmoe.base.environment import debugging
 from fusedmoe.builtin_rules import guards
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.ops.glue import DeriveOffsets
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class OffsetsFromSplits(FusionRule, name="offsets_from_splits", direction="forwa
         return Step(needs=("derive.splits", "derive.rows"), gives=("derive.offsets",))
 
     def bind(self, ctx: PlanContext, splits: Tensor, rows: Tensor) -> Run:
-        kernel = guards.on_readable(splits, products.bind_offsets_from_splits(splits, rows.shape[0]))
+        kernel = guards.on_readable(splits, row_functions.bind_offsets_from_splits(splits, rows.shape[0]))
         if not debugging():
             return kernel
 

@@ -21,7 +21,8 @@ from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, decline
 from fusedmoe.builtin_rules.rows.delayed import LAUNCHES_PER_STEP
 from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_forms, bind_weight_forms, is_narrow
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.numerics.formats import QuantizedTensor
 from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeColumns, QuantizeGrad
@@ -81,7 +82,7 @@ def _bind_rows(
         if quantizer.delayed is None:
             return run
         return lambda x, offsets, *index: run(x, offsets, *index, step=op.delayed_step(x, offsets, training))
-    return products.bind_quantize_rows(x, quantizer.format, offsets, *index, rows=rows, columns=columns)
+    return block_functions.bind_quantize_rows(x, quantizer.format, offsets, *index, rows=rows, columns=columns)
 
 
 def _flat(run: Run) -> Run:
@@ -128,7 +129,7 @@ class GatheredQuantizeRows(ThroughIndex, QuantizeRows, name="sm90.gathered_quant
         step, rows, tokens = super().offer(ctx), ctx.spec("input").shape[0], ctx.spec("input:source").shape[0]
         assert self.quantize.quantizer is not None, "otherwise there is no step"
         # of row codes alone: those of tokens, and their copies
-        copies = rows >= products.TOKEN_READERS * tokens and not is_narrow(self.quantize.quantizer.format)
+        copies = rows >= block_functions.TOKEN_READERS * tokens and not is_narrow(self.quantize.quantizer.format)
         return replace(step, launches=step.launches + copies)
 
 
@@ -213,7 +214,7 @@ class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction
         if is_narrow(format, of_weights=True):
             kernel: Run = bind_weight_forms(weight, cached.quantizer, axes, training)
         else:
-            quantize = products.bind_quantize_weight(weight, format, rows=-1 in axes, columns=-2 in axes)
+            quantize = block_functions.bind_quantize_weight(weight, format, rows=-1 in axes, columns=-2 in axes)
             kernel = lambda weight, step: quantize(weight)  # noqa: E731
 
         def forms(weight: Tensor, step: DelayedStep | None) -> list[QuantizedTensor]:

@@ -13,8 +13,8 @@ from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
 from fusedmoe.builtin_rules.rows.dispatch import bind_sum, sum_us
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90 import router as router_functions
 from fusedmoe.kernels.sm90.router import Choice, LogitsGrads, Routed
 from fusedmoe.ops.dispatch import DDispatch, Dispatch, DispatchWeightGrad
@@ -134,7 +134,7 @@ class RouterDispatchRule(OnSm90, _Forward, FusionRule, name="sm90.router_dispatc
         weights = torch.empty(shape, dtype=torch.float32, device=device)
         rows = self.dispatch.rows(index)
         place = router_functions.bind_route_counted(index, weights, self.router.num_experts, rows)
-        gather = functions.bind_gather_rows(x, index, None, rows) if ctx.keep else None
+        gather = slot_functions.bind_gather_rows(x, index, None, rows) if ctx.keep else None
 
         def run(x: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
             routed = route(x, *others)

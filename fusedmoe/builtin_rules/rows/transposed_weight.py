@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from fusedmoe.builtin_rules.products.fp8 import guard_codes
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glue import StoredWeight
 
 if TYPE_CHECKING:
@@ -28,4 +29,4 @@ class TransposedWeight(OnSm90, FusionRule, name="sm90.transposed_weight", direct
     def bind(self, ctx: PlanContext, weight: Tensor, scale: Tensor) -> Run:
         guard_codes(weight)
         require(weight.is_contiguous(), "the codes are not contiguous")
-        return products.bind_transpose_codes(weight, scale)
+        return block_functions.bind_transpose_codes(weight, scale)

@@ -19,8 +19,8 @@ from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, packed_factor
 from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.ops.dispatch import Combine, DDispatch, DispatchWeightGrad
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 
@@ -103,7 +103,7 @@ class PackedDgradDDispatch(OfPacked, FusionRule, name="sm100.grouped_dgrad_ddisp
         guard_rows(codes.shape[0], self.dgrad.op.out_features, codes_ENK.shape[1])
         guards.contiguous("the gradient of the row scales", *grads)
         total = _bind_total(codes, codes_ENK, row_of_slot)
-        of_slots = [functions.bind_slot_values(grad, row_of_slot) for grad in grads]
+        of_slots = [slot_functions.bind_slot_values(grad, row_of_slot) for grad in grads]
 
         def run(*tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
             dy, weight, (ends, place_of_row, row_of_slot, *grads) = products.split(tensors)
@@ -125,7 +125,7 @@ def _bind_total(codes: Tensor, codes_ENK: Tensor, row_of_slot: Tensor, *weights:
     places, features = codes.shape[0], codes_ENK.shape[1]
     like = codes.new_empty(places + 1, features, dtype=torch.bfloat16)
     factor = codes.new_empty(places + 1, dtype=torch.float32) if weights else None
-    kernel = functions.bind_sum_slots(like, row_of_slot, factor)
+    kernel = slot_functions.bind_sum_slots(like, row_of_slot, factor)
 
     def run(rows: Tensor, place_of_row: Tensor, row_of_slot: Tensor, *weights: Tensor) -> Tensor:
         place_of_slot = F.pad(place_of_row, (0, 1), value=places)[row_of_slot]

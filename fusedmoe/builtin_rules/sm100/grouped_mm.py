@@ -16,7 +16,8 @@ import torch
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
-from fusedmoe.kernels.sm90 import limits, products
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 
@@ -80,7 +81,7 @@ def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
     guards.plain("the rows", rows)
     guards.plain("the weight", matrices)
     like = rows.new_empty(rows.shape[0], matrices.shape[2])
-    zero_tail = products.bind_zero_tail(like, offsets)
+    zero_tail = row_functions.bind_zero_tail(like, offsets)
     return lambda rows, matrices, offsets: zero_tail(
         grouped_gemm.grouped_mm_without_tail(rows, matrices, offsets), offsets
     )

@@ -1,22 +1,37 @@
-"""Common arguments of the launches of grouped products: activation, schedule, tile counter, and placeholders."""
+"""The launches of the grouped products: operands, an epilogue and tiles give a kernel and the arguments of launches.
+
+`products` has the functions that the rules bind. `ragged_m` and `ragged_k` make a launch for everything that does not
+change between calls, and keep it. A launch takes operands: tensors in bf16 or fp16, or `Codes`, in FP8.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fusedmoe.base.lasting import lasting, unread
-from fusedmoe.kernels.sm90.tiles.choice import Problem, band
+from fusedmoe.kernels.build import compiler
+from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
+from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, band
+from fusedmoe.numerics.formats import ScaleRule
 
 if TYPE_CHECKING:
     from fusedmoe.kernels.options import KernelOptions, Schedule
+    from fusedmoe.kernels.sm90.epilogue.outputs import Output
     from fusedmoe.kernels.sm90.tiles.config import TileConfig
     from fusedmoe.numerics.activations import Activation
+    from fusedmoe.numerics.formats import Format
+
+NAMES = {
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2",
+}  # fmt: skip
 
 
 class CompiledIn(NamedTuple):
@@ -117,16 +132,14 @@ def tile_counter(device: torch.device, schedule: Schedule) -> tuple[Tensor, int]
     return (no_counter(device), 0) if counters is None else counters.get()
 
 
-def schedule_of(device: torch.device, beside: bool, schedule: Schedule) -> tuple[bool, Schedule]:
-    """Return whether a product may begin ``beside`` the launch before it, and its schedule.
+def may_begin_beside(device: torch.device, beside: bool) -> bool:
+    """Return whether a product may begin ``beside`` the launch before it.
 
     Such a product has only some of the SMs at first, so it draws its tiles. Without tile counters, it begins in its
     turn. The launch before it uses no counter, and begins after all earlier ones have ended. So the product has the
     counter of the stream to itself.
     """
-    if beside and tile_counters(device) is not None:
-        return True, "dynamic"
-    return False, schedule
+    return beside and tile_counters(device) is not None
 
 
 def no_counter(device: torch.device) -> Tensor:
@@ -137,3 +150,268 @@ def no_counter(device: torch.device) -> Tensor:
 def placeholders(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return tensors in place of a missing bias and row scale, which the kernel does not read."""
     return unread(device, dtype, 1, 8), unread(device, torch.float32, 1)
+
+
+# ------------------------------------------------------------------------------------------------ products
+
+
+class Codes(NamedTuple):
+    """An operand in FP8: codes and their scales, per block or, (E,), per expert."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+Operand: TypeAlias = Tensor | Codes
+Scales = Literal["blocks", "expert"]
+"""What an operand's scales are for."""
+
+
+def values_of(operand: Operand) -> Tensor:
+    """Return the values of an operand, or its codes."""
+    return operand.codes if isinstance(operand, Codes) else operand
+
+
+def scales_of(operand: Operand) -> Scales | None:
+    """Return what an operand's scales are for; None if it has none."""
+    if not isinstance(operand, Codes):
+        return None
+    return "expert" if operand.scale.dim() == 1 else "blocks"
+
+
+class Epilogue(NamedTuple):
+    """The parts of an epilogue that are compiled in."""
+
+    activation: CompiledIn | None = None
+    derivative: bool = False
+    scaled: bool = False  # derivatives only: whether there is a row scale
+    keep: bool = False  # of the preactivation, or of the recomputed activation
+    quantized: Format | None = None
+    forms: tuple[bool, bool, bool] | None = None  # of a derivative in FP8
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedMKey:
+    """Everything that determines the launch of a ragged M product."""
+
+    choose: Callable[[Problem], TileConfig]  # `tuning.forced` replaces it
+    family: Family
+    device: torch.device
+    dtype: torch.dtype  # of the operands
+    scales: Scales | None
+    rows: int
+    experts: int
+    columns: int
+    depth: int
+    b_major: str
+    epilogue: Epilogue
+    constants: tuple[float, float, float]
+    biased: bool
+    scale: torch.dtype | None  # dtype of the row scale
+    options: KernelOptions
+    gather: bool
+    ranges: bool
+
+
+class RaggedMLaunch(NamedTuple):
+    """The common part of all launches with the same key."""
+
+    kernel: Callable[..., Any]
+    device: torch.device
+    schedule: Schedule
+    no_bias: Tensor
+    no_scale: Tensor
+    numbers: tuple[float, float, float, bool, bool, int, int]  # from `RaggedMArguments.limit` to ``ctas``
+    tile_n: int  # columns of a tile
+    converts: bool  # whether the row scale is converted to fp32
+
+    def __call__(
+        self, a: Operand, b: Operand, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+    ) -> None:
+        """Launch. ``tensors`` are the index, if rows are gathered, the formula's input, and the outputs."""
+        arguments = self._arguments(a, b, offsets, bias, row_scale)
+        if isinstance(a, Codes) and isinstance(b, Codes):
+            self.kernel(*arguments, a.scale, b.scale, *tensors)
+        else:
+            self.kernel(*arguments, *tensors)
+
+    def of_ranges(
+        self, a: Operand, b: Operand, ranges: Iterable[Tensor], bias: Tensor | None, row_scale: Tensor | None,
+        *tensors: Tensor,
+    ) -> None:  # fmt: skip
+        """Launch once for each of some parts of ranges, which may be a generator: it waits for rows before it yields
+        their ranges.
+        """
+        values, weight, _, *others = self._arguments(a, b, self.no_scale, bias, row_scale)
+        for part in ranges:
+            self.kernel(values, weight, part, *others, *tensors)
+
+    def _arguments(
+        self, a: Operand, b: Operand, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None
+    ) -> RaggedMArguments:
+        if row_scale is None:
+            row_scale = self.no_scale
+        else:
+            row_scale = row_scale.float() if self.converts else row_scale.contiguous()
+        bias = self.no_bias if bias is None else bias
+        counter, dynamic = tile_counter(self.device, self.schedule)
+        return RaggedMArguments(
+            as_bytes(a), as_bytes(b), offsets, bias, row_scale, counter, *self.numbers, dynamic
+        )  # fmt: skip
+
+
+def as_bytes(operand: Operand) -> Tensor:
+    """Return an operand's values, or its codes as bytes, as the kernels take them."""
+    return operand.codes.view(torch.uint8) if isinstance(operand, Codes) else operand
+
+
+@functools.lru_cache(maxsize=4096)
+def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
+    """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
+    no_bias, no_scale = placeholders(key.device, key.dtype if key.scales is None else torch.bfloat16)
+    if not key.rows:
+        return RaggedMLaunch(
+            _no_kernel, key.device, "static", no_bias, no_scale, (0, 0, 0, False, False, 0, 0), 1, converts=False
+        )
+    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+    problem = Problem(
+        key.family, key.rows, key.experts, key.columns, key.depth, of_tiles, key.dtype.itemsize, key.gather
+    )  # fmt: skip
+    config = key.choose(problem)
+    kernel = ragged_m_kernel(
+        dtype=NAMES[key.dtype], scales=key.scales, b_major=key.b_major, epilogue=key.epilogue, config=config,
+        gather=key.gather, ranges=key.ranges,
+    )  # fmt: skip
+    numbers = (*key.constants, key.biased, key.scale is not None, *scheduling(problem, config, sms))
+    converts = key.scale not in (None, torch.float32)
+    return RaggedMLaunch(
+        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers, config.tile_n, converts
+    )  # fmt: skip
+
+
+def _no_kernel(*_: Any) -> None:
+    """Launch nothing: there are no rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedKKey:
+    """Everything that determines the launch of a ragged K product."""
+
+    choose: Callable[[Problem], TileConfig]
+    device: torch.device
+    dtype: torch.dtype  # of the operands
+    scales: Scales | None
+    rows: int
+    experts: int
+    n: int
+    k: int
+    out: torch.dtype
+    accumulate: bool
+    gathered: str | None  # operand of the kernel: "a" or "b"
+    options: KernelOptions
+    beside: bool  # as `may_begin_beside` says
+
+
+class RaggedKLaunch(NamedTuple):
+    """A ragged K kernel and its numbers."""
+
+    kernel: Callable[..., Any]
+    device: torch.device
+    schedule: Schedule
+    numbers: tuple[int, int]
+
+    def __call__(self, a: Operand, b: Operand, offsets: Tensor, out: Tensor, *index: Tensor) -> None:
+        """Launch. ``index``: that of the rows, if an operand is gathered."""
+        counter, dynamic = tile_counter(self.device, self.schedule)
+        arguments = RaggedKArguments(as_bytes(a), as_bytes(b), offsets, out, counter, *self.numbers, dynamic)
+        if isinstance(a, Codes) and isinstance(b, Codes):
+            self.kernel(*arguments, a.scale, b.scale)
+        else:
+            self.kernel(*arguments, *index)
+
+
+@functools.lru_cache(maxsize=4096)
+def ragged_k(key: RaggedKKey) -> RaggedKLaunch:
+    """Make the launch of a ragged K product."""
+    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+    family = WGRADS[key.gathered] if key.scales is None else "fp8_wgrad"
+    problem = Problem(family, key.rows, key.experts, key.k, key.n, of_tiles, key.dtype.itemsize)
+    config = key.choose(problem)
+    kernel = ragged_k_kernel(
+        dtype=NAMES[key.dtype], scales=key.scales, config=config, out=NAMES[key.out], accumulate=key.accumulate,
+        gathered=key.gathered, beside=key.beside,
+    )  # fmt: skip
+    schedule = "dynamic" if key.beside else key.options.schedule
+    return RaggedKLaunch(kernel, key.device, schedule, scheduling(problem, config, sms))
+
+
+# ------------------------------------------------------------------------------------------------ kernels
+
+
+@functools.cache
+def ragged_m_kernel(
+    *,
+    dtype: str,
+    scales: Scales | None,
+    b_major: str,
+    epilogue: Epilogue,
+    config: TileConfig,
+    gather: bool,
+    ranges: bool,
+) -> Any:
+    """Return the function that launches a ragged M kernel."""
+    from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
+    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
+    from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
+
+    kind: Any = {None: Plain, "blocks": BlockScaledRows, "expert": TensorScaled}[scales]
+    compiled = _compiled(epilogue)
+    return compiler.load(RaggedM(kind(dtype), config, b_major=b_major, epilogue=compiled, gather=gather, ranges=ranges))
+
+
+def _compiled(epilogue: Epilogue) -> Any:
+    """Return the epilogue that a kernel is compiled with."""
+    from fusedmoe.kernels.sm90.epilogue import outputs as epilogues  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.epilogue.codes_by_expert import CodesByExpert
+    from fusedmoe.kernels.sm90.epilogue.derivative_codes import DerivativeCodes, derivative_codes
+    from fusedmoe.kernels.sm90.epilogue.quantized import RowCodes
+
+    activation, derivative, scaled, keep, quantized, forms = epilogue
+    if activation is None:
+        return epilogues.PLAIN
+    if forms is not None:
+        assert not activation.interleaved
+        assert quantized is not None
+        assert quantized.rule is ScaleRule.POWER_OF_TWO
+        codes = DerivativeCodes(*forms, quantized.element.name)
+        return derivative_codes(activation.kind, codes, clamped=activation.clamped, row_scale=scaled)
+    if derivative:
+        return epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
+    result: Output | None = None
+    if quantized is not None and quantized.block[1] is None:
+        result = CodesByExpert(quantized.element.name)
+    elif quantized is not None:
+        result = RowCodes(quantized.element.name, quantized.rule is ScaleRule.POWER_OF_TWO)
+    return epilogues.activation(**activation._asdict(), keep=keep, result=result)
+
+
+@functools.cache
+def ragged_k_kernel(
+    *,
+    dtype: str,
+    scales: Scales | None,
+    config: TileConfig,
+    out: str,
+    accumulate: bool,
+    gathered: str | None,
+    beside: bool,
+) -> Any:
+    """Return the function that launches a ragged K kernel."""
+    from fusedmoe.kernels.sm90.gemm.block_scales_k import BlockScaledColumns  # deferred: imports the CuTe DSL
+    from fusedmoe.kernels.sm90.gemm.operands import Plain
+    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
+    from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
+
+    kind: Any = {None: Plain, "blocks": BlockScaledColumns, "expert": TensorScaled}[scales]
+    return compiler.load(RaggedK(kind(dtype), config, out=out, accumulate=accumulate, gathered=gathered, beside=beside))

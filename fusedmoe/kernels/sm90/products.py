@@ -1,9 +1,10 @@
-"""The Hopper kernels as functions of flat tensors.
+"""The products of the Hopper kernels, as functions of flat tensors.
 
 Axes: R rows sorted by expert, E experts, K contraction, N output features, I intermediate features (N = 2 I if gated),
-H hidden features. Operands are bf16 or fp16 tensors on one sm_90 GPU, with unit stride along their features. `limits`
-states the other constraints. No function waits for the GPU, except the first call on a device, which makes the tile
-counters. Arguments that several functions have:
+H hidden features. No function waits for the GPU, except the first call on a device, which makes the tile counters.
+
+An operand is a tensor in bf16 or fp16 on one sm_90 GPU, with unit stride along its features, or it is `Codes`. `limits`
+states the other constraints. Arguments that several functions have:
 
 - ``offsets`` (E,) int32, the ends of the experts' rows, at most R. Rows after the last end, the *tail*, are never read,
   and are zeros in the results.
@@ -13,107 +14,72 @@ counters. Arguments that several functions have:
   and R is the size of ``gather``. The indices of the tail are not read; all others must be in [0, T). The rows of the
   operand are less than 2 GiB apart.
 
-Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. That function
+**Codes.** Both operands are codes and their scales, as `fusedmoe.numerics.formats` defines them for 1 x 128 blocks of
+rows and 128 x 128 blocks of weights; quotients are rounded up:
+
+- rows (R, K): codes with unit stride along K, E4M3 or, for gradients, E5M2; scales (R, K / 128) fp32 with unit stride
+  along R;
+- weights (E, N, K): codes with unit stride along K, E4M3; scales (E, N / 128, K / 128) fp32 with unit stride along
+  N / 128, and no gaps between experts;
+- for a weight gradient, columns (N, P) and (K, P), unit stride along P: see `grouped_wgrad`.
+
+Scales per expert, (E,) fp32 and contiguous, may take the place of both operands' scales per block. Pitches of codes are
+multiples of 16, those of scales of 4. `with_strides` makes a copy of scales with such strides. Bias and results are
+bf16. Rows are not gathered.
+
+Each ``bind_*`` returns the function for operands of the same shapes, dtypes and strides as its arguments. That function
 does no look-ups.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.build import compiler
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.rows.activation.functions import bind_activation, bind_activation_backward
-from fusedmoe.kernels.rows.move.functions import (
-    NAMES,
-    bind_column_sums,
-    bind_offsets_from_splits,
-    bind_row_ranges,
-    bind_sum_partials,
-    bind_zero_tail,
-    column_sums,
-    offsets_from_splits,
-)
-from fusedmoe.kernels.rows.move.slot_functions import (
-    bind_copy_rows,
-    bind_gather_rows,
-    bind_route,
-    bind_row_dots,
-    bind_slot_values,
-    bind_sum_slots,
-    bind_sum_slots_and_part,
-)
-from fusedmoe.kernels.rows.quantize.block_functions import (
-    TOKEN_READERS,
-    bind_quantize_rows,
-    bind_quantize_weight,
-    bind_transpose_codes,
-)
-from fusedmoe.kernels.rows.quantize.format_functions import (
-    bind_dequantize,
-    bind_magnitudes,
-    bind_quantize_format,
-    bind_transpose_rows,
-    bind_update_amax_history,
-)
+from fusedmoe.kernels.rows.move.functions import bind_sum_partials
+from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.launch import (
-    CompiledIn,
+    Codes,
+    Epilogue,
+    Operand,
+    RaggedKKey,
+    RaggedMKey,
+    RaggedMLaunch,
     compiled_in,
     constants,
-    placeholders,
-    schedule_of,
-    scheduling,
-    sms_for,
-    sms_for_tiles,
-    tile_counter,
+    may_begin_beside,
+    ragged_k,
+    ragged_m,
+    scales_of,
+    values_of,
 )
-from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, choose
+from fusedmoe.kernels.sm90.tiles.choice import Family, choose
+from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, SCALE_BLOCK, SCALE_PITCH
+from fusedmoe.numerics.expert_rows import padded_rows
+from fusedmoe.numerics.formats import E4M3
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.options import Schedule
-    from fusedmoe.kernels.sm90.tiles.config import TileConfig
     from fusedmoe.numerics.activations import Activation
+    from fusedmoe.numerics.formats import Format
 
 __all__ = [
-    "TOKEN_READERS",
-    "bind_activation",
-    "bind_activation_backward",
-    "bind_column_sums",
-    "bind_copy_rows",
-    "bind_dequantize",
-    "bind_gather_rows",
+    "Codes",
     "bind_grouped_gemm",
     "bind_grouped_gemm_activation",
     "bind_grouped_gemm_activation_backward",
+    "bind_grouped_gemm_activation_backward_codes",
     "bind_grouped_wgrad",
-    "bind_magnitudes",
-    "bind_offsets_from_splits",
-    "bind_quantize_format",
-    "bind_quantize_rows",
-    "bind_quantize_weight",
-    "bind_route",
-    "bind_row_dots",
-    "bind_row_ranges",
-    "bind_slot_values",
-    "bind_sum_slots",
-    "bind_sum_slots_and_part",
-    "bind_transpose_codes",
-    "bind_transpose_rows",
-    "bind_update_amax_history",
-    "bind_zero_tail",
-    "column_sums",
     "grouped_gemm",
     "grouped_gemm_activation",
     "grouped_gemm_activation_backward",
     "grouped_wgrad",
-    "offsets_from_splits",
+    "has_strides",
+    "with_strides",
 ]
 
 
@@ -123,8 +89,8 @@ KERNEL_OPERAND: dict[WgradOperand | None, str | None] = {None: None, "grad_outpu
 
 
 def grouped_gemm(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     offsets: Tensor,
     *,
     bias: Tensor | None = None,
@@ -141,8 +107,8 @@ def grouped_gemm(
 
 
 def bind_grouped_gemm(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None,
     row_scale: Tensor | None,
     options: KernelOptions,
@@ -156,15 +122,14 @@ def bind_grouped_gemm(
     part has one range or more, and one element more. If it has several ranges, the launch reads the rows of all but the
     first when this element is not 0.
     """
-    rows, columns = _rows(x, gather), weight.shape[1]
-    launch = _ragged_m(
-        "plain", x, weight, None, options, gather, biased=bias is not None, scale=_dtype(row_scale), ranges=ranges
-    )
-    kernel = _of_ranges(launch.kernel) if ranges else launch.kernel
+    rows, columns = _rows(x, gather), values_of(weight).shape[1]
+    launch = _ragged_m("plain", x, weight, Epilogue(), options, gather, bias=bias, row_scale=row_scale, ranges=ranges)
+    run_kernel = launch.of_ranges if ranges else launch
+    same = isinstance(x, Tensor)
 
     def run(
-        x: Tensor,
-        weight: Tensor,
+        x: Operand,
+        weight: Operand,
         bias: Tensor | None,
         offsets: Tensor,
         row_scale: Tensor | None,
@@ -172,52 +137,63 @@ def bind_grouped_gemm(
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:
-            out = x.new_empty(rows, columns)  # not a tuple, which takes 1.5 times as long
-        arguments = launch.arguments(bias, row_scale)
-        if gather is not None:
-            arguments = (*arguments, gather)
-        kernel(x, weight, offsets, *arguments, out)
+            like = values_of(x)  # its shape is no tuple, which takes 1.5 times as long
+            out = like.new_empty(rows, columns) if same else like.new_empty(rows, columns, dtype=torch.bfloat16)
+        if gather is None:
+            run_kernel(x, weight, offsets, bias, row_scale, out)
+        else:
+            run_kernel(x, weight, offsets, bias, row_scale, gather, out)
         return out
 
     return run
 
 
 def grouped_gemm_activation(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     offsets: Tensor,
     activation: Activation,
     *,
     bias: Tensor | None = None,
     row_scale: Tensor | None = None,
     keep_preactivation: bool = True,
+    quantized: Format | None = None,
     options: KernelOptions = DEFAULT,
     gather: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, ...]:
     """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
+
+    Of `Codes`, p is rounded to bf16 before the activation. y is rounded to bf16 and, with ``quantized``, then quantized
+    by rows.
 
     Parameters
     ----------
     x
         (R, K); with ``gather`` (T, K).
     weight
-        (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate.
+        (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate. Of `Codes`,
+        they do not alternate, and half of N is a multiple of 128, or of 16 with scales per expert.
     keep_preactivation
         Return p too.
+    quantized
+        Of `Codes`: the format of y, in blocks of 1 x 128; None for y in bf16.
 
     Returns
     -------
-    tuple[Tensor, Tensor or None]
-        y (R, I) and p (R, N).
+    tuple of Tensor
+        y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is kept.
     """
-    run = bind_grouped_gemm_activation(x, weight, bias, row_scale, activation, keep_preactivation, options, gather)
-    results = run(x, weight, bias, offsets, row_scale, gather)
-    return results if isinstance(results, tuple) else (results, None)
+    run = bind_grouped_gemm_activation(
+        x, weight, bias, row_scale, activation, keep_preactivation, options, gather, quantized=quantized
+    )
+    index = () if gather is None else (gather,)
+    results = run(x, weight, bias, offsets, row_scale, *index)
+    return results if isinstance(results, tuple) else (results,)
 
 
 def bind_grouped_gemm_activation(
-    x: Tensor,
-    weight: Tensor,
+    x: Operand,
+    weight: Operand,
     bias: Tensor | None,
     row_scale: Tensor | None,
     activation: Activation,
@@ -225,18 +201,24 @@ def bind_grouped_gemm_activation(
     options: KernelOptions,
     gather: Tensor | None = None,
     *,
+    quantized: Format | None = None,
     ranges: bool = False,
-) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``; without p, its result
-    is y. ``ranges``: as for `bind_grouped_gemm`.
+) -> Callable[..., Any]:
+    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``. Of tensors, without
+    p, its result is y alone. ``ranges``: as for `bind_grouped_gemm`.
+
+    For a format with one scale per expert, ``others`` are two tensors, (E,) fp32: the factor of each expert, and zeros,
+    to which it writes the largest finite magnitude of each expert's y. The function returns the codes of y, and then p
+    if it is kept.
     """
-    rows, columns = _rows(x, gather), weight.shape[1]
+    rows, columns = _rows(x, gather), values_of(weight).shape[1]
     features = columns // 2 if activation.gated else columns
+    epilogue = Epilogue(compiled_in(activation), keep=keep_preactivation, quantized=quantized)
     launch = _ragged_m(
-        "activation", x, weight, activation, options, gather,
-        biased=bias is not None, scale=_dtype(row_scale), keep=keep_preactivation, ranges=ranges,
+        "activation", x, weight, epilogue, options, gather,
+        activation=activation, bias=bias, row_scale=row_scale, ranges=ranges,
     )  # fmt: skip
-    kernel = _of_ranges(launch.kernel) if ranges else launch.kernel
+    run_kernel = launch.of_ranges if ranges else launch
 
     def run(
         x: Tensor,
@@ -247,22 +229,44 @@ def bind_grouped_gemm_activation(
         gather: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = x.new_empty(rows, features)
-        arguments = launch.arguments(bias, row_scale)
-        if gather is not None:
-            arguments = (*arguments, gather)
+        index = () if gather is None else (gather,)
         if not keep_preactivation:
-            kernel(x, weight, offsets, *arguments, y)
+            run_kernel(x, weight, offsets, bias, row_scale, *index, y)
             return y
         p = x.new_empty(rows, columns)
-        kernel(x, weight, offsets, *arguments, p, y)
+        run_kernel(x, weight, offsets, bias, row_scale, *index, p, y)
         return y, p
 
-    return run
+    def run_codes(
+        x: Codes,
+        weight: Codes,
+        bias: Tensor | None,
+        offsets: Tensor,
+        row_scale: Tensor | None,
+        *factor_and_amax: Tensor,
+    ) -> tuple[Tensor, ...]:
+        like = x.codes
+        p = (like.new_empty(rows, columns, dtype=torch.bfloat16),) if keep_preactivation else ()
+        if quantized is not None and quantized.block[1] is None:
+            codes, (factor, amax) = like.new_empty(rows, features, dtype=torch.uint8), factor_and_amax
+            y: tuple[Tensor, ...] = (codes.view(quantized.element.dtype),)
+            written: tuple[Tensor, ...] = (codes.view(torch.bfloat16), factor, amax.view(torch.int32))
+        elif quantized is None:
+            y = (like.new_empty(rows, features, dtype=torch.bfloat16),)
+            written = y
+        else:
+            codes = like.new_empty(rows, features, dtype=torch.uint8)
+            scale = scale_like(like, rows, features)
+            y, written = (codes.view(quantized.element.dtype), scale), (codes.view(torch.bfloat16), scale)
+        launch(x, weight, offsets, bias, row_scale, *p, *written)
+        return (*y, *p)
+
+    return run if isinstance(x, Tensor) else run_codes
 
 
 def grouped_gemm_activation_backward(
-    grad_output: Tensor,
-    weight: Tensor,
+    grad_output: Operand,
+    weight: Operand,
     offsets: Tensor,
     preactivation: Tensor,
     activation: Activation,
@@ -282,7 +286,8 @@ def grouped_gemm_activation_backward(
     grad_output
         (R, H); with ``gather`` (T, H).
     weight
-        (E, H, I) as the layer after the activation stores it, with unit stride along H or I.
+        (E, H, I) as the layer after the activation stores it, with unit stride along H or I. Of `Codes`, (E, I, H): the
+        form by columns.
     preactivation
         p: (R, 2 I) if gated, else (R, I).
     want_output
@@ -303,8 +308,8 @@ def grouped_gemm_activation_backward(
 
 
 def bind_grouped_gemm_activation_backward(
-    grad_output: Tensor,
-    weight: Tensor,
+    grad_output: Operand,
+    weight: Operand,
     preactivation: Tensor,
     row_scale: Tensor | None,
     activation: Activation,
@@ -318,48 +323,135 @@ def bind_grouped_gemm_activation_backward(
     """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale,
     gather=None)``. ``ranges``: as for `bind_grouped_gemm`.
     """
-    (rows, features), outputs = preactivation.shape, weight.shape[2]
-    device, unscaled = grad_output.device, want_row_scale_grad and row_scale is None
-    scale = torch.float32 if unscaled else _dtype(row_scale)
-    launch = _ragged_m(
-        "derivative", grad_output, weight.mT, activation, options, gather,
-        scale=scale, keep=want_output, ranges=ranges,
+    rows, features = preactivation.shape
+    scaled = want_row_scale_grad or row_scale is not None
+    epilogue = Epilogue(compiled_in(activation), derivative=True, scaled=scaled, keep=want_output)
+    product = _bind_derivative(
+        "derivative", grad_output, weight, preactivation, row_scale, activation, epilogue, want_row_scale_grad,
+        options, gather, ranges,
     )  # fmt: skip
-    kernel, partials = _of_ranges(launch.kernel) if ranges else launch.kernel, launch.partials
-    total = None
-    if partials is not None:
-        partials = (partials[0], -(-rows // limits.UNIT) * limits.UNIT)
-        total = bind_sum_partials(*partials) if want_row_scale_grad else None
+    outputs = values_of(_by_columns(weight)).shape[1]
 
     def run(
-        grad_output: Tensor,
-        weight: Tensor,
+        grad_output: Operand,
+        weight: Operand,
         offsets: Tensor,
         preactivation: Tensor,
         row_scale: Tensor | None,
         gather: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         grad = preactivation.new_empty(rows, features)
-        y = grad_output.new_empty(rows, outputs) if want_output else None
-        if unscaled:
-            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
-        results: tuple[Tensor, ...] = (grad,) if y is None else (grad, y)
-        partial = None
-        if partials is not None:
-            partial = torch.empty(partials, dtype=torch.float32, device=device)
-            results = (partial[:, :rows], *results)
-        arguments = launch.arguments(None, row_scale)
-        if gather is not None:
-            arguments = (*arguments, gather)
-        kernel(grad_output, weight.mT, offsets, *arguments, preactivation, *results)
-        return grad, y, None if total is None or partial is None else total(partial)[:rows]
+        y = preactivation.new_empty(rows, outputs) if want_output else None
+        results, index = (grad,) if y is None else (grad, y), () if gather is None else (gather,)
+        return grad, y, product(grad_output, weight, offsets, preactivation, row_scale, index, results)
 
     return run
 
 
+def bind_grouped_gemm_activation_backward_codes(
+    grad_output: Codes,
+    weight: Codes,
+    preactivation: Tensor,
+    row_scale: Tensor | None,
+    activation: Activation,
+    quantized: Format,
+    forms: tuple[bool, bool, bool],
+    want_row_scale_grad: bool,
+    options: KernelOptions,
+) -> Callable[..., tuple[tuple[Form, ...], Tensor | None]]:
+    """Return `bind_grouped_gemm_activation_backward` with results in FP8: the ``forms`` that are true of the gradient
+    by rows, the gradient by columns and the output by columns; and the row scale's gradient.
+
+    A form is codes and scales, with shapes and strides as by `block_functions.bind_quantize_rows`. ``quantized`` is the
+    format of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
+    """
+    (rows, features), (experts, outputs, _) = preactivation.shape, weight.codes.shape
+    scaled = want_row_scale_grad or row_scale is not None
+    epilogue = Epilogue(compiled_in(activation), derivative=True, scaled=scaled, quantized=quantized, forms=forms)
+    product = _bind_derivative(
+        "fp8_derivative_codes", grad_output, weight, preactivation, row_scale, activation, epilogue,
+        want_row_scale_grad, options,
+    )  # fmt: skip
+    padded = padded_rows(rows, experts, SCALE_BLOCK)
+    by_rows, by_columns, again = forms
+    of_grad = quantized.element.dtype
+    shapes = [(rows, features, of_grad)] * by_rows + [(features, padded, of_grad)] * by_columns
+    shapes += [(outputs, padded, E4M3.dtype)] * again
+
+    def run(
+        grad_output: Codes, weight: Codes, offsets: Tensor, preactivation: Tensor, row_scale: Tensor | None
+    ) -> tuple[tuple[Form, ...], Tensor | None]:
+        results: list[Form] = []
+        written: list[Tensor] = []
+        for lines, length, dtype in shapes:
+            codes = preactivation.new_empty(lines, length, dtype=torch.uint8)
+            scale = scale_like(preactivation, lines, length)
+            results.append((codes.view(dtype), scale))
+            written += [codes.view(torch.bfloat16) if by_rows and not written else codes, scale]
+        return tuple(results), product(grad_output, weight, offsets, preactivation, row_scale, (), tuple(written))
+
+    return run
+
+
+def _bind_derivative(
+    family: Family,
+    grad_output: Operand,
+    weight: Operand,
+    preactivation: Tensor,
+    row_scale: Tensor | None,
+    activation: Activation,
+    epilogue: Epilogue,
+    want_grad: bool,
+    options: KernelOptions,
+    gather: Tensor | None = None,
+    ranges: bool = False,
+) -> Callable[..., Tensor | None]:
+    """Return a derivative of ``(grad_output, weight, offsets, preactivation, row_scale, index, results)``, which
+    returns the row scale's gradient, (R,) fp32, if it is wanted.
+
+    With a row scale, the kernel also writes a sum per row and column tile, and a second launch adds up those of a row.
+    A gradient that is wanted without a row scale is that of a row scale of ones.
+    """
+    rows, device = preactivation.shape[0], preactivation.device
+    launch = _ragged_m(
+        family, grad_output, _by_columns(weight), epilogue, options, gather,
+        activation=activation, row_scale=row_scale, ranges=ranges, unscaled=want_grad and row_scale is None,
+    )  # fmt: skip
+    run_kernel = launch.of_ranges if ranges else launch
+    tiles = -(-values_of(_by_columns(weight)).shape[1] // launch.tile_n) if rows else 1
+    partials = (tiles, -(-rows // limits.UNIT) * limits.UNIT)
+    total = bind_sum_partials(*partials) if want_grad else None
+
+    def run(
+        grad_output: Operand,
+        weight: Operand,
+        offsets: Tensor,
+        preactivation: Tensor,
+        row_scale: Tensor | None,
+        index: tuple[Tensor, ...],
+        results: tuple[Tensor, ...],
+    ) -> Tensor | None:
+        b = _by_columns(weight)
+        if not epilogue.scaled:
+            run_kernel(grad_output, b, offsets, None, None, *index, preactivation, *results)
+            return None
+        partial = torch.empty(partials, dtype=torch.float32, device=device)
+        if row_scale is None:
+            row_scale = torch.ones(rows, dtype=torch.float32, device=device)
+        run_kernel(grad_output, b, offsets, None, row_scale, *index, preactivation, partial[:, :rows], *results)
+        return None if total is None else total(partial)[:rows]
+
+    return run
+
+
+def _by_columns(weight: Operand) -> Operand:
+    """Return a weight (E, H, I) as (E, I, H); codes are by columns already."""
+    return weight.mT if isinstance(weight, Tensor) else weight
+
+
 def grouped_wgrad(
-    grad_output: Tensor,
-    x: Tensor,
+    grad_output: Operand,
+    x: Operand,
     offsets: Tensor,
     *,
     out: Tensor | None = None,
@@ -374,11 +466,15 @@ def grouped_wgrad(
     Parameters
     ----------
     grad_output, x
-        (R, N) and (R, K). The one that is ``gathered`` has T rows instead.
+        (R, N) and (R, K). The one that is ``gathered`` has T rows instead. Of `Codes`, both are in columns form: codes
+        (N, P) and (K, P), N and K multiples of 16; ``x`` is E4M3. Each expert's rows begin at a multiple of 128; the
+        codes of padding are zeros. Codes after the last expert's padding are not read. Scales are (N, P / 128) and
+        (K, P / 128), with the strides of `with_strides`, or both (E,).
     out
         (E, N, K): the tensor to write or to add to.
     dtype
-        Dtype of the result without ``out``: that of x (the default), or fp32.
+        Dtype of the result without ``out``: that of x (the default), or fp32. Of `Codes`, bf16 (the default), fp16 or
+        fp32.
     accumulate
         Add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not change.
     gather, gathered
@@ -398,13 +494,14 @@ def grouped_wgrad(
     """
     if out is not None:
         dtype = out.dtype
-    run = bind_grouped_wgrad(grad_output, x, offsets, dtype or x.dtype, accumulate, options, gather, gathered)
+    dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
+    run = bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather, gathered)
     return run(grad_output, x, offsets, out, gather)
 
 
 def bind_grouped_wgrad(
-    grad_output: Tensor,
-    x: Tensor,
+    grad_output: Operand,
+    x: Operand,
     offsets: Tensor,
     dtype: torch.dtype,
     accumulate: bool,
@@ -415,264 +512,143 @@ def bind_grouped_wgrad(
     *,
     transposed: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out, gather=None)``; ``out`` has this dtype, or is None.
-    With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``.
+    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out=None, gather=None)``; ``out`` has this dtype, or is
+    None. With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``. Of `Codes` of
+    two dtypes, it is not: no kernel takes E5M2 as its second operand.
 
     With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this
-    launch leaves free; the schedule is dynamic, see `launch.schedule_of`. No argument may be a result of that launch.
+    launch leaves free; the schedule is dynamic, see `launch.may_begin_beside`. No argument may be a result of that
+    launch.
     """
     if gathered not in KERNEL_OPERAND or (gather is None) != (gathered is None):
         given = f"{'no' if gather is None else 'an'} index"
         raise ValueError(
             f"gathered: expected 'grad_output' or 'x' and an index, or None and no index, got {gathered!r}, {given}"
         )
-    if transposed:
+    a, b = values_of(grad_output), values_of(x)
+    if transposed and a.dtype is b.dtype:
         exchanged: dict[WgradOperand | None, WgradOperand | None] = {None: None, "x": "grad_output", "grad_output": "x"}
         product = bind_grouped_wgrad(
             x, grad_output, offsets, dtype, accumulate, options, gather, exchanged[gathered], beside
         )
-        return lambda dy, x, offsets, out, gather=None: (
+        return lambda dy, x, offsets, out=None, gather=None: (
             product(x, dy, offsets, None if out is None else out.mT, gather).mT
         )
-    rows = _rows(grad_output if gathered == "grad_output" else x, gather)
-    experts, n, k = offsets.shape[0], grad_output.shape[1], x.shape[1]
-    same, device = dtype is x.dtype, x.device
-    kernel, numbers = _RaggedKLaunch(None, ())
+    experts, device = offsets.shape[0], b.device
+    if isinstance(x, Tensor):
+        rows, n, k = _rows(a if gathered == "grad_output" else b, gather), a.shape[1], b.shape[1]
+    else:
+        n, k, rows = a.shape[0], b.shape[0], a.shape[1]  # with padding
+    same, launch = dtype is b.dtype, None
     if rows:
-        beside, schedule = schedule_of(device, beside, options.schedule)
-        key = _RaggedKKey(
-            choose=choose, device=device, dtype=x.dtype, rows=rows, experts=experts, n=n, k=k, out=dtype,
-            accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options, beside=beside,
+        launch = ragged_k(
+            RaggedKKey(
+                choose=choose, device=device, dtype=a.dtype, scales=scales_of(grad_output), rows=rows, experts=experts,
+                n=n, k=k, out=dtype, accumulate=accumulate, gathered=KERNEL_OPERAND[gathered], options=options,
+                beside=may_begin_beside(device, beside),
+            )
         )  # fmt: skip
-        kernel, numbers = _ragged_k_launch(key)
 
     def run(
-        grad_output: Tensor, x: Tensor, offsets: Tensor, out: Tensor | None, gather: Tensor | None = None
+        grad_output: Operand, x: Operand, offsets: Tensor, out: Tensor | None = None, gather: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            out = x.new_empty(experts, n, k) if same else x.new_empty(experts, n, k, dtype=dtype)
-        if kernel is not None:
-            index = () if gathered is None else (gather,)
-            counter, dynamic = tile_counter(device, schedule)
-            kernel(grad_output, x, offsets, out, counter, *numbers, dynamic, *index)
-        elif not accumulate:
-            out.zero_()
+            like = values_of(x)
+            out = like.new_empty(experts, n, k) if same else like.new_empty(experts, n, k, dtype=dtype)
+        if launch is None:
+            if not accumulate:
+                out.zero_()
+        elif gather is None:
+            launch(grad_output, x, offsets, out)
+        else:
+            launch(grad_output, x, offsets, out, gather)
         return out
 
     return run
 
 
 def _ragged_m(
-    family: Family,
-    a: Tensor,
-    b: Tensor,
-    activation: Activation | None,
+    kind: Family,
+    a: Operand,
+    b: Operand,
+    epilogue: Epilogue,
     options: KernelOptions,
     gather: Tensor | None,
     *,
-    biased: bool = False,
-    scale: torch.dtype | None = None,
-    keep: bool = False,
+    activation: Activation | None = None,
+    bias: Tensor | None = None,
+    row_scale: Tensor | None = None,
+    unscaled: bool = False,
     ranges: bool = False,
-) -> _RaggedMLaunch:
-    """Return the launch of a ragged M product of tensors like these."""
-    rows, depth = _rows(a, gather), a.shape[1]
-    experts, columns, b_depth = b.shape
-    if not rows:
-        partials = (1, 0) if family == "derivative" and scale is not None else None
-        return _RaggedMLaunch(_no_kernel, a.device, "static", a, a, (), partials)
-    return _ragged_m_launch(
-        _RaggedMKey(
-            choose=choose, family=family, device=a.device, dtype=a.dtype, rows=rows, experts=experts, columns=columns,
-            depth=depth, b_major="k" if b.stride()[2] == 1 and b_depth > 1 else "n", activation=activation, keep=keep,
-            biased=biased, scale=scale, options=options, gathered=gather is not None, ranges=ranges,
+) -> RaggedMLaunch:
+    """Return the launch of a ragged M product of operands like these. ``kind`` is the family of plain operands;
+    ``unscaled``: a row scale of ones takes the place of the missing one.
+    """
+    rows, values, weight = _rows(a, gather), values_of(a), values_of(b)
+    experts, columns, depth = weight.shape
+    b_major = "k" if weight.stride()[2] == 1 and depth > 1 else "n"
+    scales = scales_of(a)
+    scale = torch.float32 if unscaled else None if row_scale is None else row_scale.dtype
+    return ragged_m(
+        RaggedMKey(
+            choose=choose, family=_family(kind, activation, scales is not None, b_major), device=values.device,
+            dtype=values.dtype, scales=scales, rows=rows, experts=experts, columns=columns, depth=values.shape[1],
+            b_major=b_major if scales is None else "k", epilogue=epilogue, constants=constants(activation),
+            biased=bias is not None, scale=scale, options=options, gather=gather is not None, ranges=ranges,
         )
     )  # fmt: skip
 
 
-def _of_ranges(kernel: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that launches a kernel once for each of some parts of ranges, which it takes as ``offsets``.
+def _family(kind: Family, activation: Activation | None, scaled: bool, b_major: str) -> Family:
+    """Return the family of a product, for the choice of tiles."""
+    if scaled:
+        in_fp8: dict[Family, Family] = {
+            "plain": "fp8_plain", "activation": "fp8_activation", "derivative": "fp8_derivative"
+        }  # fmt: skip
+        return in_fp8.get(kind, kind)
+    if activation is None:
+        return kind
+    if kind == "derivative" and activation.heavy:
+        return "heavy_derivative"
+    if kind == "activation" and b_major == "n" and activation.gated and not activation.interleaved:
+        return "transposed_activation"
+    return kind
 
-    They may be a generator, which waits for rows before it yields their ranges.
-    """
 
-    def launch(a: Tensor, b: Tensor, ranges: Iterable[Tensor], *others: Any) -> None:
-        for part in ranges:
-            kernel(a, b, part, *others)
-
-    return launch
-
-
-def _rows(operand: Tensor, gather: Tensor | None) -> int:
+def _rows(operand: Operand, gather: Tensor | None) -> int:
     """Return R, after a check of the index."""
+    values = values_of(operand)
     if gather is None:
-        return operand.shape[0]
+        return values.shape[0]
     if gather.dtype is not torch.int32 or gather.dim() != 1 or not gather.is_contiguous():
         shape, strides = tuple(gather.shape), gather.stride()
         raise ValueError(f"gather is {gather.dtype}, {shape}, strides {strides}: expected a contiguous int32 vector")
-    reason = limits.why_not_gathered(operand.stride(0))
+    reason = limits.why_not_gathered(values.stride(0))
     if reason is not None:
         raise ValueError(reason)
     return gather.shape[0]
 
 
-def _dtype(t: Tensor | None) -> torch.dtype | None:
-    return None if t is None else t.dtype
-
-
-def _no_kernel(*_: Any) -> None:
-    """Launch nothing: there are no rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RaggedMKey:
-    """Everything that determines the launch of a ragged M product."""
-
-    choose: Callable[[Problem], TileConfig]  # `tuning.forced` replaces it
-    family: Family
-    device: torch.device
-    dtype: torch.dtype
-    rows: int
-    experts: int
-    columns: int
-    depth: int
-    b_major: str
-    activation: Activation | None
-    keep: bool
-    biased: bool
-    scale: torch.dtype | None  # dtype of the row scale
-    options: KernelOptions
-    gathered: bool
-    ranges: bool
-
-
-class _RaggedMLaunch(NamedTuple):
-    """The common part of all launches with the same key.
-
-    The kernel takes ``(a, b, offsets)``, the result of `arguments`, the input of its epilogue, and its outputs.
+def with_strides(scale: Tensor) -> Tensor:
+    """Return scales (..., M, blocks) as `scale_like` makes them. Scales with other strides are copied: those of plain
+    PyTorch, of checkpoints, and those that the forward operator of a compiled graph has kept. Scales per expert, (E,),
+    are contiguous in the result.
     """
-
-    kernel: Callable[..., Any]
-    device: torch.device
-    schedule: Schedule
-    no_bias: Tensor
-    no_scale: Tensor
-    numbers: tuple[float, ...]
-    partials: tuple[int, int] | None = None  # shape of the row scale's gradient, before its sum over column tiles
-    converts: bool = False  # whether the row scale is converted to fp32
-
-    def arguments(self, bias: Tensor | None, row_scale: Tensor | None) -> tuple[Any, ...]:
-        """Return bias, row scale, tile counter and numbers, as the kernel takes them."""
-        if row_scale is None:
-            row_scale = self.no_scale
-        else:
-            row_scale = row_scale.float() if self.converts else row_scale.contiguous()
-        bias = self.no_bias if bias is None else bias
-        counter, dynamic = tile_counter(self.device, self.schedule)
-        return (bias, row_scale, counter, *self.numbers, dynamic)
+    if has_strides(scale):
+        return scale
+    if scale.dim() == 1:
+        return scale.contiguous()
+    *experts, m, blocks = scale.shape
+    return scale_like(scale, m, blocks * SCALE_BLOCK, *experts).copy_(scale)
 
 
-@functools.lru_cache(maxsize=4096)
-def _ragged_m_launch(key: _RaggedMKey) -> _RaggedMLaunch:
-    """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
-    family, activation = key.family, key.activation
-    if family == "derivative" and activation is not None and activation.heavy:
-        family = "heavy_derivative"
-    if family == "activation" and activation is not None and activation.gated and not activation.interleaved:
-        family = "transposed_activation" if key.b_major == "n" else family
-    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
-    problem = Problem(
-        family, key.rows, key.experts, key.columns, key.depth, of_tiles, key.dtype.itemsize, key.gathered
-    )  # fmt: skip
-    config = key.choose(problem)
-    scaled, derivative = key.scale is not None, key.family == "derivative"
-    kernel = _ragged_m_kernel(
-        dtype=NAMES[key.dtype], b_major=key.b_major, derivative=derivative, activation=compiled_in(activation),
-        keep=key.keep, scaled=derivative and scaled, config=config, gather=key.gathered,
-        ranges=key.ranges,
-    )  # fmt: skip
-    numbers = (*constants(activation), key.biased, scaled, *scheduling(problem, config, sms))
-    no_bias, no_scale = placeholders(key.device, key.dtype)
-    return _RaggedMLaunch(
-        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers,
-        partials=(-(-key.columns // config.tile_n), key.rows) if derivative and scaled else None,
-        converts=scaled and key.scale is not torch.float32,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RaggedKKey:
-    """Everything that determines the launch of a ragged K product."""
-
-    choose: Callable[[Problem], TileConfig]
-    device: torch.device
-    dtype: torch.dtype
-    rows: int
-    experts: int
-    n: int
-    k: int
-    out: torch.dtype
-    accumulate: bool
-    gathered: str | None  # operand of the kernel: "a" or "b"
-    options: KernelOptions
-    beside: bool
-
-
-class _RaggedKLaunch(NamedTuple):
-    """A ragged K kernel and its numbers."""
-
-    kernel: Callable[..., Any] | None
-    numbers: tuple[int, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _ragged_k_launch(key: _RaggedKKey) -> _RaggedKLaunch:
-    """Make the launch of a ragged K product."""
-    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
-    problem = Problem(WGRADS[key.gathered], key.rows, key.experts, key.k, key.n, of_tiles, key.dtype.itemsize)
-    config = key.choose(problem)
-    kernel = _ragged_k_kernel(
-        dtype=NAMES[key.dtype], config=config, out=NAMES[key.out], accumulate=key.accumulate, gathered=key.gathered,
-        beside=key.beside,
-    )  # fmt: skip
-    return _RaggedKLaunch(kernel, scheduling(problem, config, sms))
-
-
-@functools.cache
-def _ragged_m_kernel(
-    *,
-    dtype: str,
-    b_major: str,
-    derivative: bool,
-    activation: CompiledIn | None,
-    keep: bool,
-    scaled: bool,
-    config: TileConfig,
-    gather: bool,
-    ranges: bool,
-) -> Any:
-    from fusedmoe.kernels.sm90.epilogue import outputs as epilogues  # deferred: imports the CuTe DSL
-    from fusedmoe.kernels.sm90.gemm.operands import Plain
-    from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
-
-    if activation is None:
-        epilogue = epilogues.PLAIN
-    elif derivative:
-        epilogue = epilogues.derivative(**activation._asdict(), keep=keep, row_scale=scaled)
-    else:
-        epilogue = epilogues.activation(**activation._asdict(), keep=keep)
-    return compiler.load(
-        RaggedM(Plain(dtype), config, b_major=b_major, epilogue=epilogue, gather=gather, ranges=ranges)
-    )
-
-
-@functools.cache
-def _ragged_k_kernel(
-    *, dtype: str, config: TileConfig, out: str, accumulate: bool, gathered: str | None, beside: bool
-) -> Any:
-    from fusedmoe.kernels.sm90.gemm.operands import Plain  # deferred: imports the CuTe DSL
-    from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
-
-    return compiler.load(
-        RaggedK(Plain(dtype), config, out=out, accumulate=accumulate, gathered=gathered, beside=beside)
-    )
+def has_strides(scale: Tensor) -> bool:
+    """Whether the kernels can read scales: unit stride along M, pitches of whole vectors, no gap between experts.
+    Scales per expert are contiguous.
+    """
+    if scale.dim() == 1:
+        return scale.is_contiguous()
+    *experts, line, pitch = scale.stride()
+    dense = not experts or experts[0] == pitch * scale.shape[-1]
+    whole = pitch % SCALE_PITCH == 0 and pitch >= scale.shape[-2]
+    return line == 1 and whole and dense and scale.data_ptr() % ALIGNMENT_BYTES == 0

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from fusedmoe.commands.verify.soak.layers import ROWS, rows_per_expert
 from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import products
-from fusedmoe.kernels.sm90.scaled_products import with_strides
-from fusedmoe.kernels.sm90.scaled_wgrad import bind_block_scaled_wgrad
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.products import with_strides
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
 
@@ -107,7 +109,7 @@ class Operands:
     def ranges(self) -> Tensor:
         """Return the ranges of the rows of a third of the tokens, before them and after them, all of them there."""
         ends = self.tokens // 3, 2 * self.tokens // 3
-        run = products.bind_row_ranges(self.offsets, self.token_of_row, *ends, self.tokens)
+        run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, *ends, self.tokens)
         memory = torch.ones(3 * 2 * (len(self.offsets) + 1) + 1, dtype=torch.int32, device=self.device)
         return run(self.offsets, self.token_of_row, memory)
 
@@ -149,7 +151,7 @@ def _beside(o: Operands, wgrad: Callable[[bool], Callable[[], Tensor]]) -> tuple
     """Return a sum over slots and the weight gradient that runs beside it, and both one after the other."""
     found = []
     for sms in (FEW_SMS, 0):
-        total = products.bind_sum_slots(o.rows, o.row_of_slot, None, o.x, sms)
+        total = slot_functions.bind_sum_slots(o.rows, o.row_of_slot, None, o.x, sms)
         product = wgrad(sms > 0)
         # copied before the sum: the product follows it immediately
         addend = o.x.clone()
@@ -175,10 +177,10 @@ def wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) ->
 def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) -> tuple[Values, Values]:
     """The last weight gradient of a layer in FP8; ``adds``: added to a gradient."""
     dy, x = (quantize(rows, fp8_block(), -2, offsets=o.offsets) for rows in (o.rows, o.inner))
-    operands = dy.data, with_strides(dy.scale), x.data, with_strides(x.scale), o.offsets
+    operands = Codes(dy.data, with_strides(dy.scale)), Codes(x.data, with_strides(x.scale)), o.offsets
 
     def wgrad(beside: bool) -> Callable[[], Tensor]:
-        run = bind_block_scaled_wgrad(dy.data, x.data, o.offsets, len(o.rows), torch.bfloat16, adds, options, beside)
+        run = products.bind_grouped_wgrad(*operands, torch.bfloat16, adds, options, beside=beside)
         out = torch.ones_like(o.down) if adds else None
         return lambda: run(*operands, out)
 
@@ -187,14 +189,14 @@ def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False
 
 def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     """A sum over slots and a received part; copies of the rows of one slot; the gradient of a bias in fp32."""
-    part = products.bind_sum_slots_and_part(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot, None, o.x)
-    total = products.bind_sum_slots(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot)
+    part = slot_functions.bind_sum_slots_and_part(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot, None, o.x)
+    total = slot_functions.bind_sum_slots(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot)
     row_of = o.row_of_slot[:, 0].contiguous()
     copies = torch.empty_like(o.x)
-    products.bind_copy_rows(o.rows, FEW_SMS)(o.rows, row_of, copies)
+    slot_functions.bind_copy_rows(o.rows, FEW_SMS)(o.rows, row_of, copies)
     want = torch.cat([o.rows, o.rows.new_zeros(1, o.rows.shape[1])])[row_of]
-    bias = products.column_sums(o.grads, o.offsets, torch.float32)
-    in_bf16 = products.column_sums(o.grads, o.offsets)
+    bias = row_functions.column_sums(o.grads, o.offsets, torch.float32)
+    in_bf16 = row_functions.column_sums(o.grads, o.offsets)
     return (
         {"part": part, "copies": copies, "bias": bias.bfloat16()},
         {"part": total + o.x, "copies": want, "bias": in_bf16},

@@ -20,7 +20,7 @@ from fusedmoe.commands.verify.soak.launches import OtherWork, Recorder, RefusedE
 from fusedmoe.commands.verify.soak.layers import DISTRIBUTIONS, MadeLayer
 from fusedmoe.commands.verify.soak.results import wrong_results
 from fusedmoe.kernels.build import compiler
-from fusedmoe.kernels.sm90 import products, scaled_products, scaled_wgrad
+from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.tiles.choice import Problem, candidates
 
 if TYPE_CHECKING:
@@ -171,15 +171,12 @@ def _nth(number: int) -> Callable[[Problem], TileConfig]:
 @contextlib.contextmanager
 def nth_candidate(number: int) -> Iterator[None]:
     """Run every product with the candidate tiles of this number."""
-    modules = [vars(module) for module in (products, scaled_products, scaled_wgrad)]
-    before = [names["choose"] for names in modules]
-    for names in modules:
-        names["choose"] = _nth(number)
+    names = vars(products)
+    before, names["choose"] = names["choose"], _nth(number)
     try:
         yield
     finally:
-        for names, choose in zip(modules, before, strict=True):
-            names["choose"] = choose
+        names["choose"] = before
 
 
 @dataclass

@@ -6,7 +6,7 @@ handles 64 rows and 32 columns of a result: a box, with `gemm.VALUES` values per
 An *output* is one result of the kernel. To add one, write a class that states:
 
 - its name in symbols: `Output.name`;
-- its tensors: their number `Output.tensors`, `Output.fake` for the compiler, and `Output.parameter` for the device code;
+- its tensors: `Output.tensors`, their number, `Output.fake` for the compiler, `Output.parameter` for the device code;
 - its bytes: `Output.column_bytes` in memory, for the choice of tiles, and `Output.boxes` in shared memory, the boxes
   that it stores per step;
 - its code: `Output.stores`, and `Output.start`, `Output.add`, `Output.finish` if it collects values over the steps.

@@ -63,6 +63,7 @@ from fusedmoe.kernels.device.gather import COPY_ROWS, ROW_BYTES, Gathered, chunk
 from fusedmoe.kernels.device.warps import LANES
 from fusedmoe.kernels.sm90.epilogue.outputs import Block, Box
 from fusedmoe.kernels.sm90.gemm import columns, scheduler
+from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments
 from fusedmoe.kernels.sm90.gemm.common import (
     LOAD_WARP,
     PRODUCER,
@@ -177,7 +178,7 @@ class RaggedK(Gemm):
             others = [fake(Int32, (rows,), (1,))] if self.gathered else []
         out = fake(self.box_element, (experts, m, n), (pitch(), pitch(), 1), assumed_align=16)
         return cute.compile(
-            self, a, b, fake(Int32, (experts,), (1,)), out, fake(Int32, (1,), (1,)), *[Int32(0)] * 3,
+            self, *RaggedKArguments(a, b, fake(Int32, (experts,), (1,)), out, fake(Int32, (1,), (1,)), *[Int32(0)] * 3),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *others,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip

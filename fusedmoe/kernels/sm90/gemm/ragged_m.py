@@ -55,6 +55,7 @@ from fusedmoe.kernels.device.gather import CHUNK_BYTES, COPY_ROWS, Gathered, chu
 from fusedmoe.kernels.device.warps import LANES
 from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, Arguments, Block, Epilogue, Numbers
 from fusedmoe.kernels.sm90.gemm import scheduler
+from fusedmoe.kernels.sm90.gemm.arguments import RaggedMArguments
 from fusedmoe.kernels.sm90.gemm.common import (  # fmt: skip
     EPILOGUE_LOAD_WARP,
     LOAD,
@@ -193,7 +194,9 @@ class RaggedM(Gemm):
         inputs = [self.fake_matrix(rows, operands.value_element)] if self.boxes_read else []
         outputs = [tensor for output in self.epilogue.outputs for tensor in output.fake(self, rows)]
         return cute.compile(
-            self, self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5,
+            self, *RaggedMArguments(
+                self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5
+            ),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *scales, *index, *inputs, *outputs,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
         )  # fmt: skip
