@@ -27,6 +27,7 @@ from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.kernels.rows.move.slot_functions import bind_route, count_pitch
+from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.launch import placeholders, scheduling, sms_for, tile_counter
 from fusedmoe.kernels.sm90.limits import LANES, UNIT
 from fusedmoe.kernels.sm90.one_group import bind_offsets
@@ -357,7 +358,10 @@ def _bind_logits(
         products = x_TH.new_empty(tokens, pitch, dtype=torch.float32)[:, :columns]
         of_bias = no_bias if bias is None else bias.unsqueeze(0)
         counter, dynamic = tile_counter(device, options.schedule)
-        kernel(x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, dynamic, products)
+        arguments = RaggedMArguments(
+            x_TH, weight.unsqueeze(0), offsets(), of_bias, no_scale, counter, *numbers, dynamic
+        )  # fmt: skip
+        kernel(*arguments, products)
         return products
 
     return run
@@ -383,7 +387,7 @@ def _bind_exact_wgrad(
     def run(parts: Tensor, x_TH: Tensor, ends: Tensor, _: Tensor | None) -> Tensor:
         products = x_TH.new_empty(groups, rows, hidden, dtype=torch.float32)
         counter, dynamic = tile_counter(device, options.schedule)
-        kernel(parts, x_TH, ends, products, counter, *numbers, dynamic)
+        kernel(*RaggedKArguments(parts, x_TH, ends, products, counter, *numbers, dynamic))
         return products
 
     return run

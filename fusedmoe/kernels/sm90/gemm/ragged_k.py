@@ -74,7 +74,7 @@ from fusedmoe.kernels.sm90.gemm.common import (
     Gemm,
     Tma,
 )
-from fusedmoe.kernels.sm90.gemm.operands import multiply_stages
+from fusedmoe.kernels.sm90.gemm.operands import Plain, multiply_stages
 from fusedmoe.kernels.sm90.tiles import legal
 from fusedmoe.kernels.sm90.tiles.config import BLOCK_ROWS, EPILOGUE_COLUMNS, SWIZZLE_BYTES
 
@@ -142,7 +142,7 @@ class RaggedK(Gemm):
     @property
     def late(self) -> bool:
         """Whether a tile is stored during the next tile's main loop."""
-        return not self.config.pingpong and not self.operands.scaled and self.box_element.width == 16
+        return not self.config.pingpong and isinstance(self.operands, Plain) and self.box_element.width == 16
 
     @property
     def fp32_by_threads(self) -> bool:
