@@ -7,15 +7,19 @@ import torch
 
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch, one_group, products, router
+from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
 from fusedmoe.numerics.activations import Activation
 
 E, K, N = 4, 64, 96
 BF16 = torch.bfloat16
-# places among the arguments of `RaggedM.__call__`: a, b, offsets, bias, ...
-ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC, TENSORS = 4, 5, 6, 9, 12, 13, 14
-OF_WGRAD = slice(4, 8)  # tile counter, band, CTAs and whether the launch is dynamic, among those of `RaggedK.__call__`
+# places among the arguments
+ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = map(
+    RaggedMArguments._fields.index, ("row_scale", "counter", "limit", "biased", "ctas", "dynamic")
+)
+TENSORS = len(RaggedMArguments._fields)
+OF_WGRAD = slice(RaggedKArguments._fields.index("counter"), len(RaggedKArguments._fields))
 
 
 class Streams:

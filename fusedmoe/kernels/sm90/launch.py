@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from fusedmoe.base.lasting import lasting, unread
 from fusedmoe.kernels.build import compiler
-from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, band
 from fusedmoe.numerics.formats import ScaleRule
 
@@ -224,55 +223,44 @@ class RaggedMLaunch(NamedTuple):
     numbers: tuple[float, float, float, bool, bool, int, int]  # from `RaggedMArguments.limit` to ``ctas``
     tile_n: int  # columns of a tile
     converts: bool  # whether the row scale is converted to fp32
+    scaled: bool  # whether the operands are `Codes`
+    ranges: bool
 
     def __call__(
-        self, a: Operand, b: Operand, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+        self, a: Any, b: Any, offsets: Any, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
     ) -> None:
-        """Launch. ``tensors`` are the index, if rows are gathered, the formula's input, and the outputs."""
-        arguments = self._arguments(a, b, offsets, bias, row_scale)
-        if isinstance(a, Codes) and isinstance(b, Codes):
-            self.kernel(*arguments, a.scale, b.scale, *tensors)
-        else:
-            self.kernel(*arguments, *tensors)
+        """Launch, of two operands. ``tensors`` are the index, if rows are gathered, the formula's input, and the
+        outputs.
 
-    def of_ranges(
-        self, a: Operand, b: Operand, ranges: Iterable[Tensor], bias: Tensor | None, row_scale: Tensor | None,
-        *tensors: Tensor,
-    ) -> None:  # fmt: skip
-        """Launch once for each of some parts of ranges, which may be a generator: it waits for rows before it yields
-        their ranges.
+        With `RaggedMKey.ranges`, launch once for each of some parts of ranges in place of ``offsets``. They may be a
+        generator: it waits for rows before it yields their ranges.
         """
-        values, weight, _, *others = self._arguments(a, b, self.no_scale, bias, row_scale)
-        for part in ranges:
-            self.kernel(values, weight, part, *others, *tensors)
-
-    def _arguments(
-        self, a: Operand, b: Operand, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None
-    ) -> RaggedMArguments:
-        if row_scale is None:
-            row_scale = self.no_scale
-        else:
-            row_scale = row_scale.float() if self.converts else row_scale.contiguous()
-        bias = self.no_bias if bias is None else bias
-        counter, dynamic = tile_counter(self.device, self.schedule)
-        return RaggedMArguments(
-            as_bytes(a), as_bytes(b), offsets, bias, row_scale, counter, *self.numbers, dynamic
+        kernel, device, schedule, no_bias, no_scale, numbers, _, converts, scaled, ranges = self
+        if row_scale is not None:
+            row_scale = row_scale.float() if converts else row_scale.contiguous()
+        if scaled:
+            tensors = (a.scale, b.scale, *tensors)
+            a, b = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
+        counter, dynamic = tile_counter(device, schedule)
+        # the fields of `RaggedMArguments`, and tensors; to make that tuple takes 0.4 us
+        others = (
+            no_bias if bias is None else bias, no_scale if row_scale is None else row_scale, counter, *numbers, dynamic,
+            *tensors,
         )  # fmt: skip
-
-
-def as_bytes(operand: Operand) -> Tensor:
-    """Return an operand's values, or its codes as bytes, as the kernels take them."""
-    return operand.codes.view(torch.uint8) if isinstance(operand, Codes) else operand
+        for part in offsets if ranges else (offsets,):
+            kernel(a, b, part, *others)
 
 
 @functools.lru_cache(maxsize=4096)
 def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     no_bias, no_scale = placeholders(key.device, key.dtype if key.scales is None else torch.bfloat16)
+    scaled, ranges = key.scales is not None, key.ranges
     if not key.rows:
+        nothing = (0, 0, 0, False, False, 0, 0)
         return RaggedMLaunch(
-            _no_kernel, key.device, "static", no_bias, no_scale, (0, 0, 0, False, False, 0, 0), 1, converts=False
-        )
+            _no_kernel, key.device, "static", no_bias, no_scale, nothing, 1, False, scaled, ranges
+        )  # fmt: skip
     sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
     problem = Problem(
         key.family, key.rows, key.experts, key.columns, key.depth, of_tiles, key.dtype.itemsize, key.gather
@@ -285,8 +273,8 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     numbers = (*key.constants, key.biased, key.scale is not None, *scheduling(problem, config, sms))
     converts = key.scale not in (None, torch.float32)
     return RaggedMLaunch(
-        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers, config.tile_n, converts
-    )  # fmt: skip
+        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers, config.tile_n, converts, scaled, ranges
+    )
 
 
 def _no_kernel(*_: Any) -> None:
@@ -319,15 +307,18 @@ class RaggedKLaunch(NamedTuple):
     device: torch.device
     schedule: Schedule
     numbers: tuple[int, int]
+    scaled: bool  # whether the operands are `Codes`
 
-    def __call__(self, a: Operand, b: Operand, offsets: Tensor, out: Tensor, *index: Tensor) -> None:
-        """Launch. ``index``: that of the rows, if an operand is gathered."""
-        counter, dynamic = tile_counter(self.device, self.schedule)
-        arguments = RaggedKArguments(as_bytes(a), as_bytes(b), offsets, out, counter, *self.numbers, dynamic)
-        if isinstance(a, Codes) and isinstance(b, Codes):
-            self.kernel(*arguments, a.scale, b.scale)
-        else:
-            self.kernel(*arguments, *index)
+    def __call__(self, a: Any, b: Any, offsets: Tensor, out: Tensor, *tensors: Tensor) -> None:
+        """Launch, of two operands. ``tensors``: the index of the rows, if an operand is gathered."""
+        kernel, device, schedule, numbers, scaled = self
+        if scaled:
+            tensors = a.scale, b.scale
+            a, b = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
+        counter, dynamic = tile_counter(device, schedule)
+        kernel(
+            a, b, offsets, out, counter, *numbers, dynamic, *tensors
+        )  # the fields of `RaggedKArguments`, and tensors
 
 
 @functools.lru_cache(maxsize=4096)
@@ -342,7 +333,7 @@ def ragged_k(key: RaggedKKey) -> RaggedKLaunch:
         gathered=key.gathered, beside=key.beside,
     )  # fmt: skip
     schedule = "dynamic" if key.beside else key.options.schedule
-    return RaggedKLaunch(kernel, key.device, schedule, scheduling(problem, config, sms))
+    return RaggedKLaunch(kernel, key.device, schedule, scheduling(problem, config, sms), key.scales is not None)
 
 
 # ------------------------------------------------------------------------------------------------ kernels

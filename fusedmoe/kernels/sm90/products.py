@@ -124,11 +124,10 @@ def bind_grouped_gemm(
     """
     rows, columns = _rows(x, gather), values_of(weight).shape[1]
     launch = _ragged_m("plain", x, weight, Epilogue(), options, gather, bias=bias, row_scale=row_scale, ranges=ranges)
-    run_kernel = launch.of_ranges if ranges else launch
     same = isinstance(x, Tensor)
 
     def run(
-        x: Operand,
+        x: Any,
         weight: Operand,
         bias: Tensor | None,
         offsets: Tensor,
@@ -137,12 +136,12 @@ def bind_grouped_gemm(
         out: Tensor | None = None,
     ) -> Tensor:
         if out is None:
-            like = values_of(x)  # its shape is no tuple, which takes 1.5 times as long
-            out = like.new_empty(rows, columns) if same else like.new_empty(rows, columns, dtype=torch.bfloat16)
+            # not a tuple, which takes 1.5 times as long
+            out = x.new_empty(rows, columns) if same else x.codes.new_empty(rows, columns, dtype=torch.bfloat16)
         if gather is None:
-            run_kernel(x, weight, offsets, bias, row_scale, out)
+            launch(x, weight, offsets, bias, row_scale, out)
         else:
-            run_kernel(x, weight, offsets, bias, row_scale, gather, out)
+            launch(x, weight, offsets, bias, row_scale, gather, out)
         return out
 
     return run
@@ -207,9 +206,9 @@ def bind_grouped_gemm_activation(
     """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``. Of tensors, without
     p, its result is y alone. ``ranges``: as for `bind_grouped_gemm`.
 
-    For a format with one scale per expert, ``others`` are two tensors, (E,) fp32: the factor of each expert, and zeros,
-    to which it writes the largest finite magnitude of each expert's y. The function returns the codes of y, and then p
-    if it is kept.
+    For a format with one scale per expert, the function takes two more tensors in place of ``gather``, (E,) fp32: the
+    factor of each expert, and zeros, to which it writes the largest finite magnitude of each expert's y. It returns the
+    codes of y, and then p if it is kept.
     """
     rows, columns = _rows(x, gather), values_of(weight).shape[1]
     features = columns // 2 if activation.gated else columns
@@ -218,7 +217,6 @@ def bind_grouped_gemm_activation(
         "activation", x, weight, epilogue, options, gather,
         activation=activation, bias=bias, row_scale=row_scale, ranges=ranges,
     )  # fmt: skip
-    run_kernel = launch.of_ranges if ranges else launch
 
     def run(
         x: Tensor,
@@ -231,10 +229,10 @@ def bind_grouped_gemm_activation(
         y = x.new_empty(rows, features)
         index = () if gather is None else (gather,)
         if not keep_preactivation:
-            run_kernel(x, weight, offsets, bias, row_scale, *index, y)
+            launch(x, weight, offsets, bias, row_scale, *index, y)
             return y
         p = x.new_empty(rows, columns)
-        run_kernel(x, weight, offsets, bias, row_scale, *index, p, y)
+        launch(x, weight, offsets, bias, row_scale, *index, p, y)
         return y, p
 
     def run_codes(
@@ -417,7 +415,6 @@ def _bind_derivative(
         family, grad_output, _by_columns(weight), epilogue, options, gather,
         activation=activation, row_scale=row_scale, ranges=ranges, unscaled=want_grad and row_scale is None,
     )  # fmt: skip
-    run_kernel = launch.of_ranges if ranges else launch
     tiles = -(-values_of(_by_columns(weight)).shape[1] // launch.tile_n) if rows else 1
     partials = (tiles, -(-rows // limits.UNIT) * limits.UNIT)
     total = bind_sum_partials(*partials) if want_grad else None
@@ -433,12 +430,12 @@ def _bind_derivative(
     ) -> Tensor | None:
         b = _by_columns(weight)
         if not epilogue.scaled:
-            run_kernel(grad_output, b, offsets, None, None, *index, preactivation, *results)
+            launch(grad_output, b, offsets, None, None, *index, preactivation, *results)
             return None
         partial = torch.empty(partials, dtype=torch.float32, device=device)
         if row_scale is None:
             row_scale = torch.ones(rows, dtype=torch.float32, device=device)
-        run_kernel(grad_output, b, offsets, None, row_scale, *index, preactivation, partial[:, :rows], *results)
+        launch(grad_output, b, offsets, None, row_scale, *index, preactivation, partial[:, :rows], *results)
         return None if total is None else total(partial)[:rows]
 
     return run
@@ -539,7 +536,7 @@ def bind_grouped_wgrad(
         rows, n, k = _rows(a if gathered == "grad_output" else b, gather), a.shape[1], b.shape[1]
     else:
         n, k, rows = a.shape[0], b.shape[0], a.shape[1]  # with padding
-    same, launch = dtype is b.dtype, None
+    same, plain, launch = dtype is b.dtype, isinstance(x, Tensor), None
     if rows:
         launch = ragged_k(
             RaggedKKey(
@@ -550,10 +547,10 @@ def bind_grouped_wgrad(
         )  # fmt: skip
 
     def run(
-        grad_output: Operand, x: Operand, offsets: Tensor, out: Tensor | None = None, gather: Tensor | None = None
+        grad_output: Operand, x: Any, offsets: Tensor, out: Tensor | None = None, gather: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            like = values_of(x)
+            like = x if plain else x.codes
             out = like.new_empty(experts, n, k) if same else like.new_empty(experts, n, k, dtype=dtype)
         if launch is None:
             if not accumulate:

@@ -1,4 +1,6 @@
-"""The arguments of the kernels: a launch and the compiler build these tuples, and ``__call__`` takes their fields."""
+"""The arguments of the kernels, in order: the compiler builds these tuples, and ``__call__`` and launches have their
+fields.
+"""
 
 from __future__ import annotations
 
