@@ -8,7 +8,7 @@ import torch
 
 from fusedmoe.base.target import arch_of
 from fusedmoe.kernels.build import toolkit
-from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.rows.move import slot_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,4 +25,4 @@ def bind_copy_of_rows(out: Tensor, sms: int) -> Callable[..., object] | None:
         return None
     if out.dtype not in (torch.bfloat16, torch.float16) or out.dim() != 2 or out.shape[1] % 8:
         return None
-    return products.bind_copy_rows(out, sms)
+    return slot_functions.bind_copy_rows(out, sms)
