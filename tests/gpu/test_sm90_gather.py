@@ -155,10 +155,9 @@ def activation(
     scale = scales(splits, tail) if extras else None
 
     def product(rows, gather, options):
-        y, p = products.grouped_gemm_activation(
+        return products.grouped_gemm_activation(
             rows, w, offsets, a, bias=bias, row_scale=scale, keep_preactivation=keep, options=options, gather=gather
         )
-        return (y, p) if keep else (y,)
 
     return Case(product, x, index, sum(splits))
 

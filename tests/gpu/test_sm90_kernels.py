@@ -211,11 +211,9 @@ def activation(
     scale, offsets = factors(splits, tail, scale), offsets_of(splits)
 
     def run(options):
-        y, p = products.grouped_gemm_activation(
+        return products.grouped_gemm_activation(
             x, w, offsets, a, bias=bias, row_scale=scale, keep_preactivation=keep, options=options
         )
-        assert (p is not None) is keep
-        return (y, p) if keep else (y,)
 
     p = product(x, w, splits, bias)
     want = padded(scaled(act(a, p), scale), tail), padded(p, tail)

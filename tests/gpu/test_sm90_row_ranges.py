@@ -189,12 +189,13 @@ def test_products_by_ranges(gather, waits):
 NEVER = """
 import sys, time
 import pytest, torch
-from fusedmoe.kernels.sm90 import tiles
-tiles.MOST_READS = 100_000
+from fusedmoe.kernels.sm90.gemm import scheduler
+assert scheduler.MOST_READS > 100_000
+scheduler.MOST_READS = 100_000
 sys.path += sys.argv[1:]
-from test_sm90_row_ranges import DEFAULT, case, functions
+from test_sm90_row_ranges import DEFAULT, case, products
 x, gate_up, _, scale, _, ranges, _ = case(gather=False)
-product = functions.bind_grouped_gemm(x, gate_up, None, scale, DEFAULT, ranges=True)
+product = products.bind_grouped_gemm(x, gate_up, None, scale, DEFAULT, ranges=True)
 torch.cuda.synchronize()
 start = time.monotonic()
 with pytest.raises(RuntimeError, match="CUDA error"):

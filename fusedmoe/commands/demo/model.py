@@ -42,10 +42,10 @@ def rotate(x_BNSH: torch.Tensor, cos_SH: torch.Tensor, sin_SH: torch.Tensor) -> 
     return x_BNSH * cos_SH + torch.cat((-second, first), dim=-1) * sin_SH
 
 
-def rope_tables(positions: int, features: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rope_tables(positions: int, features: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the cosines and sines of `rotate`, each (positions, features)."""
-    frequency = ROPE_BASE ** -(torch.arange(0, features, 2, dtype=torch.float32, device="cpu") / features)
-    angle = torch.arange(positions, dtype=torch.float32, device="cpu")[:, None] * frequency
+    frequency = ROPE_BASE ** -(torch.arange(0, features, 2, dtype=torch.float32, device=device) / features)
+    angle = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1)
     return angle.cos(), angle.sin()
 
@@ -86,7 +86,7 @@ class ByteTransformer(nn.Module):
             self.embedding = nn.Embedding(VOCABULARY, job.hidden)
             self.blocks = nn.ModuleList(Block(job) for _ in range(job.layers))
             self.norm = nn.RMSNorm(job.hidden, eps=1e-6)
-            cos, sin = rope_tables(job.context, job.hidden // job.heads)
+            cos, sin = rope_tables(job.context, job.hidden // job.heads, self.embedding.weight.device)
         self.register_buffer("rope_cos", cos, persistent=False)
         self.register_buffer("rope_sin", sin, persistent=False)
         with torch.no_grad():
