@@ -55,7 +55,7 @@ def test_a_later_byte_changes_nothing_before_it():
 
 
 def test_attention_scores_depend_on_distance_alone():
-    cos, sin = rope_tables(32, 8)
+    cos, sin = rope_tables(32, 8, torch.device("cpu"))
     q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
     rotated_q, rotated_k = rotate(q.expand(32, 8), cos, sin), rotate(k.expand(32, 8), cos, sin)
     scores = rotated_q @ rotated_k.T
