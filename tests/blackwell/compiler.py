@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from cutlass import cute
 from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor, make_fake_tensor
 from emulator.host import LIBRARIES, STUB
-from kept import contents, kept, versions
+from kit.kept import contents, kept, versions
 
 from blackwell.host import Host, linked, parameter_sizes
 from blackwell.launches import Launch, Parameters, memory, spied

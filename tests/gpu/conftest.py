@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper import DEVICE, EMULATED, needs_hopper
+from kit.hopper import DEVICE, EMULATED, needs_hopper
 
 HERE = Path(__file__).parent
 FEW_TESTS = 30  # which compile the kernels that they need, one by one

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 
 from benchmarks import dense, layer, layer_page, layer_run, router
 from benchmarks.ceiling import Ceiling

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -28,7 +28,7 @@ if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
-from two_ranks import Ranks  # noqa: E402  (of the folder above)
+from kit.two_ranks import Ranks  # noqa: E402  (of the folder above)
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4

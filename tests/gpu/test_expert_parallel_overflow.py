@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 from torch import distributed as dist
 
 import fusedmoe as fm

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 
 import fusedmoe as fm
 

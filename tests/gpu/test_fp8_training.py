@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from fp8_layers import (
+from kit.fp8_layers import (
     BF16,
     DEVICE,
     EMULATED,
@@ -31,8 +31,8 @@ from fp8_layers import (
     rows,
     tokens,
 )
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_async import capture
 from torch.utils.checkpoint import checkpoint
 

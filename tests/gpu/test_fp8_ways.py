@@ -12,7 +12,7 @@ from enum import Enum
 
 import pytest
 import torch
-from fp8_layers import (
+from kit.fp8_layers import (
     BF16,
     DEVICE,
     EMULATED,
@@ -32,7 +32,7 @@ from fp8_layers import (
     rules,
     tokens,
 )
-from hopper import needs_gpu, needs_hopper
+from kit.hopper import needs_gpu, needs_hopper
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -178,7 +178,7 @@ def test_micro_batches_of_a_model_of_transformers_quantize_weights_once(monkeypa
 def test_an_fp8_checkpoint_of_transformers(monkeypatch):
     """The weights are multiplied as they are stored; none is quantized."""
     pytest.importorskip("transformers")
-    from fp8_models import fp8_model, plain_linear
+    from kit.fp8_models import fp8_model, plain_linear
     from transformers.integrations import finegrained_fp8
 
     from fusedmoe.integrations import transformers as integration
@@ -268,8 +268,8 @@ def filled(module, chain):
 @EACH
 def test_experts_of_torchtitan(recipe, monkeypatch):
     """Through the recipe of the override, without one around the call; parameters in fp32, as torchtitan has them."""
-    import torchtitan_stand_in as stand_in
-    from framework_oracle import import_anew, install
+    from kit import torchtitan_stand_in as stand_in
+    from kit.framework_oracle import import_anew, install
 
     install(monkeypatch, stand_in.MODULES)
     ours = import_anew(monkeypatch, "fusedmoe.integrations.torchtitan")
@@ -299,8 +299,8 @@ def test_experts_of_torchtitan(recipe, monkeypatch):
 @EACH
 def test_experts_of_megatron(recipe, monkeypatch):
     """Through the parameter of the module, with gradients that are added to ``main_grad``."""
-    import megatron_stand_in as stand_in
-    from framework_oracle import install
+    from kit import megatron_stand_in as stand_in
+    from kit.framework_oracle import install
 
     from fusedmoe.integrations.megatron import FusedGroupedMLP
 

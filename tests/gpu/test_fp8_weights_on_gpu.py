@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu  # beside this file
+from kit.hopper import DEVICE, needs_gpu  # beside this file
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import fp8_block

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from first_calls import forget_kept_tensors
-from hopper import DEVICE, needs_hopper
+from kit.first_calls import forget_kept_tensors
+from kit.hopper import DEVICE, needs_hopper
 from test_async import capture
 
 import fusedmoe as fm

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 
 import fusedmoe as fm
 from fusedmoe.base.log import forget_said

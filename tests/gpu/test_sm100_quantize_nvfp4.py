@@ -4,8 +4,8 @@ and swizzled, for any splits and values.
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_sm90_quantize import BF16, FP16, offsets_of, values
 from test_sm90_quantize_formats import ordinary
 from test_sm100_quantize import FORMS, SPLITS, unsigned, with_tail

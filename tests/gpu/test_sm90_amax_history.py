@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from benchmarks.launches import launches

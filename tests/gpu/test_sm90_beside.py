@@ -5,8 +5,8 @@ Axes: T tokens, K chosen experts per token, R = T K rows, E experts, H hidden, I
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_async import capture
 from test_sm90_slots import between_nan, routed
 

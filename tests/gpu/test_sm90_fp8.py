@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hopper import DEVICE, EMULATED, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, EMULATED, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_async import capture
 from test_sm90_kernels import ACTIVATIONS, act, offsets_of, padded, product, scaled
 from torch import Tensor

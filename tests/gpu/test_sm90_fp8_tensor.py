@@ -9,8 +9,8 @@ import pytest
 import test_sm90_fp8 as fp8
 import test_sm90_fp8_wgrad as fp8_wgrad
 import torch
-from hopper import DEVICE, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_sm90_kernels import ACTIVATIONS, offsets_of, padded, product
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions

@@ -10,8 +10,8 @@ import itertools
 
 import pytest
 import torch
-from hopper import DEVICE, EMULATED, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, EMULATED, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import launch, products

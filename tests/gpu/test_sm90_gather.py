@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from torch import Tensor
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import products

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.rows.quantize.block_functions import (
     TOKEN_READERS,

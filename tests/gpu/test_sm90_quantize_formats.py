@@ -4,8 +4,8 @@
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_sm90_quantize import BF16, FP16, bits, offsets_of, values, weight_like
 
 import fusedmoe as fm

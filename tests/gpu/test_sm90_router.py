@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from hopper import DEVICE, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 from test_async import capture
 
 import fusedmoe as fm

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import DEVICE, needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.move import functions as row_functions

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.rows.move.functions import bind_zero_tail, column_sums, offsets_from_splits
 from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from hopper import needs_gpu, needs_hopper
-from poison import nan_in_new_tensors
+from kit.hopper import needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.kernels.rows.move.slot_functions import (

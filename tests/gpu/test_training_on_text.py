@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 
 pytest.importorskip("transformers")
 

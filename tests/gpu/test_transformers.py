@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hopper import needs_gpu
+from kit.hopper import needs_gpu
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ from torch import distributed as dist
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """Two processes of one gloo group."""
-    from two_ranks import Ranks
+    from kit.two_ranks import Ranks
 
     started = Ranks(tmp_path_factory.mktemp("ranks"))
     try:

@@ -1,12 +1,12 @@
 """DistributedDataParallel over two processes is one process with the whole batch."""
 
-import plain_models
 import pytest
 import torch
+from kit import plain_models
+from kit.two_ranks import HIDDEN, TOKENS, batches
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import HIDDEN, TOKENS, batches
 
 import fusedmoe as fm
 

@@ -13,10 +13,10 @@ import fusedmoe as fm
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
-from expert_parallel_ranks import Recording, engine
+from kit.expert_parallel_ranks import Recording, engine
+from kit.two_ranks import Ranks
 from test_expert_parallel_overlap import OVERLAPS, stand_ins
 from test_expert_parallel_symmetric import on_cpus
-from two_ranks import Ranks
 
 from fusedmoe.layers.moe import Routing
 

@@ -9,7 +9,7 @@ import fusedmoe as fm
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
-from two_ranks import Ranks
+from kit.two_ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from expert_parallel_ranks import bounds, randn, shard_of, summed_gradients
+from kit.expert_parallel_ranks import bounds, randn, shard_of, summed_gradients
+from kit.two_ranks import Ranks
 from torch import nn
-from two_ranks import Ranks
 
 import fusedmoe as fm
 

@@ -17,7 +17,7 @@ import fusedmoe as fm
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
-from two_ranks import Ranks
+from kit.two_ranks import Ranks
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 32, 16, 4, 2
@@ -51,7 +51,7 @@ def stand_ins():
     folder = str(Path(__file__).parents[1] / "unit")
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    import sm90_stand_ins
+    from kit import sm90_stand_ins
 
     from fusedmoe.fusion.program import plan_table
     from fusedmoe.kernels.build import toolkit

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from expert_parallel_ranks import (
+from kit.expert_parallel_ranks import (
     RANKS,
     E,
     H,
@@ -47,7 +47,7 @@ EVEN, UNEVEN, EMPTY_RANK, ALL_EMPTY = (6, 6, 6, 6), (5, 1, 9, 3), (0, 7, 0, 4), 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory):
     """Four processes of one gloo group."""
-    from two_ranks import Ranks
+    from kit.two_ranks import Ranks
 
     started = Ranks(tmp_path_factory.mktemp("ranks"), RANKS)
     try:

@@ -12,10 +12,10 @@ from functools import cache
 
 import pytest
 import torch
+from kit.two_ranks import Ranks
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from two_ranks import Ranks
 
 import fusedmoe as fm
 from fusedmoe import expert_parallel as ep_of

@@ -16,8 +16,8 @@ import fusedmoe as fm
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
 
+from kit.two_ranks import Ranks
 from test_expert_parallel_overlap import EXPERTS, HIDDEN, INTERMEDIATE, MOST, OVERLAPS, layer, stand_ins, trained
-from two_ranks import Ranks
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import symmetric, torch_symmetric

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from kit.two_ranks import Ranks
 from torch import distributed as dist
-from two_ranks import Ranks
 
 import fusedmoe as fm
 

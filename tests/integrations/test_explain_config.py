@@ -2,9 +2,9 @@
 
 import json
 
-import moe_families
 import pytest
 import transformers
+from kit import moe_families
 from torch import nn
 
 from fusedmoe.commands.main import main

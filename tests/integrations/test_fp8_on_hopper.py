@@ -5,15 +5,14 @@ tests/gpu/test_fp8_ways.py runs these plans.
 
 import importlib
 
-import megatron_stand_in
 import pytest
 import test_fp8_ways as ways
 import torch
-import torchtitan_stand_in
 import transformers
-from fp8_layers import RECIPES, assert_products_are_fp8, rules
-from fp8_models import fp8_model
-from framework_oracle import import_anew, install
+from kit import megatron_stand_in, torchtitan_stand_in
+from kit.fp8_layers import RECIPES, assert_products_are_fp8, rules
+from kit.fp8_models import fp8_model
+from kit.framework_oracle import import_anew, install
 
 import fusedmoe as fm
 from fusedmoe.integrations.megatron import FusedGroupedMLP

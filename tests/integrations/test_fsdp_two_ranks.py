@@ -2,12 +2,12 @@
 
 import warnings
 
-import plain_models
 import pytest
 import torch
+from kit import plain_models
+from kit.two_ranks import HIDDEN, batches
 from torch import distributed as dist
 from torch import nn
-from two_ranks import HIDDEN, batches
 
 import fusedmoe as fm
 

@@ -4,9 +4,9 @@ import copy
 import pickle
 import weakref
 
-import plain_models
 import pytest
 import torch
+from kit import plain_models
 from torch import nn
 
 import fusedmoe as fm

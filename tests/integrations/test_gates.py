@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from stand_in_experts import Beta, E, Gated, H, I, K, Plain, arguments, assert_same, by_tokens, config, outcome
+from kit.stand_in_experts import Beta, E, Gated, H, I, K, Plain, arguments, assert_same, by_tokens, config, outcome
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation

@@ -6,11 +6,11 @@ import sys
 import warnings
 from types import SimpleNamespace
 
-import megatron_stand_in as stand_in
 import pytest
 import torch
 import torch.nn.functional as F
-from framework_oracle import exact, install, loop, swiglu
+from kit import megatron_stand_in as stand_in
+from kit.framework_oracle import exact, install, loop, swiglu
 from kit.rounding import relative_error
 from torch import distributed as dist
 

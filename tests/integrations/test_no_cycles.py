@@ -5,9 +5,9 @@ which it does rarely in a training loop.
 import contextlib
 import gc
 
-import moe_families
 import pytest
 import torch
+from kit import moe_families
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers

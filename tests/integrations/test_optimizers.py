@@ -1,8 +1,8 @@
 """Optimizers, clipping and loss scaling of torch: the plain model, trained the same way, is the oracle."""
 
-import plain_models
 import pytest
 import torch
+from kit import plain_models
 from torch import nn
 
 import fusedmoe as fm

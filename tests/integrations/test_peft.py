@@ -3,9 +3,9 @@
 import importlib.util
 import warnings
 
-import moe_families
 import pytest
 import torch
+from kit import moe_families
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers

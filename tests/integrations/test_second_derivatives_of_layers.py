@@ -1,8 +1,8 @@
 """Second derivatives of whole layers, and under what else a training loop may have around a call."""
 
-import plain_models
 import pytest
 import torch
+from kit import plain_models
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

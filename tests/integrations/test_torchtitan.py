@@ -8,8 +8,8 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torchtitan_stand_in as stand_in
-from framework_oracle import exact, import_anew, install, loop, swiglu
+from kit import torchtitan_stand_in as stand_in
+from kit.framework_oracle import exact, import_anew, install, loop, swiglu
 from kit.rounding import relative_error
 from torch import distributed as dist
 

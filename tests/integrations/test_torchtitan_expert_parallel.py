@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from framework_oracle import loop, swiglu
+from kit.framework_oracle import loop, swiglu
 from kit.rounding import relative_error
 from test_torchtitan import imported
 from torch import distributed as dist

@@ -4,8 +4,8 @@ place, which has its names and signatures and computes what it documents.
 
 import pytest
 import torch
-import transformer_engine_stand_in as te
-from framework_oracle import install
+from kit import transformer_engine_stand_in as te
+from kit.framework_oracle import install
 from kit.rounding import relative_error
 
 import fusedmoe as fm

@@ -11,12 +11,11 @@ import pickle
 import sys
 import types
 
-import families_page
-import moe_families
 import pytest
 import torch
 import transformers
-from stand_in_experts import E, H, I, K, Plain, T, arguments, assert_same, by_tokens, config, outcome
+from kit import families_page, moe_families
+from kit.stand_in_experts import E, H, I, K, Plain, T, arguments, assert_same, by_tokens, config, outcome
 from torch import nn
 from transformers.integrations.moe import ExpertsInterface
 

@@ -1,9 +1,9 @@
 """Models of transformers under torch.compile, with the experts of this package: one graph, the same results."""
 
-import moe_families
 import pytest
 import torch
-from stand_in_experts import Beta
+from kit import moe_families
+from kit.stand_in_experts import Beta
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -1,9 +1,9 @@
 """`torch.export` of models of transformers: one program, whether or not the model has been called before."""
 
-import moe_families
 import pytest
 import torch
-from stand_in_experts import Beta, Plain, config
+from kit import moe_families
+from kit.stand_in_experts import Beta, Plain, config
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers

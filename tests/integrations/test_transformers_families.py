@@ -10,9 +10,9 @@ import math
 import re
 from collections import Counter
 
-import moe_families
 import pytest
 import torch
+from kit import moe_families
 from torch import nn
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers

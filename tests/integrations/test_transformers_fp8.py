@@ -4,11 +4,10 @@ import copy
 import logging
 import types
 
-import fp8_models
-import moe_families
 import pytest
 import torch
-from fp8_models import SIZES, dequantized, fp8_model, in_blocks
+from kit import fp8_models, moe_families
+from kit.fp8_models import SIZES, dequantized, fp8_model, in_blocks
 from torch import nn
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation

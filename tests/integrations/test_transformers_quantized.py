@@ -2,10 +2,10 @@
 
 import logging
 
-import moe_families
 import pytest
 import torch
-from stand_in_experts import H, Plain, T, arguments, config
+from kit import moe_families
+from kit.stand_in_experts import H, Plain, T, arguments, config
 from torch import nn
 from transformers import FineGrainedFP8Config
 from transformers.integrations import finegrained_fp8

@@ -5,9 +5,9 @@ import importlib.util
 import pickle
 import warnings
 
-import moe_families
 import pytest
 import torch
+from kit import moe_families
 from torch import distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend

@@ -9,9 +9,9 @@ import io
 import pickle
 import weakref
 
-import moe_families
 import pytest
 import torch
+from kit import moe_families
 from torch import distributed as dist
 from torch import nn
 

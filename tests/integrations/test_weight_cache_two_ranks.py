@@ -5,8 +5,8 @@ import time
 
 import pytest
 import torch
+from kit.two_ranks import Ranks
 from torch import distributed as dist
-from two_ranks import Ranks
 
 import fusedmoe as fm
 from fusedmoe.ops import quantize as quantize_op

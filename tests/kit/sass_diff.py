@@ -60,7 +60,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from machine_code import LINE
+from kit.machine_code import LINE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fusedmoe"

@@ -8,9 +8,9 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
-import sm90_stand_ins
 import torch
 import torch.nn.functional as F
+from kit import sm90_stand_ins
 
 from benchmarks import demo, mlp, recipes, reference, shapes
 from benchmarks import page as benchmark_page

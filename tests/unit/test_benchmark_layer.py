@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peers_in_torch import quack_in_torch, sonic_in_torch
+from kit.peers_in_torch import quack_in_torch, sonic_in_torch
 
 from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router, shapes
 from benchmarks.ceiling import Ceiling

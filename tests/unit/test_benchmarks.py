@@ -11,7 +11,7 @@ from unittest.mock import create_autospec
 
 import pytest
 import torch
-from peers_in_torch import quack_in_torch
+from kit.peers_in_torch import quack_in_torch
 
 from benchmarks import __main__ as command
 from benchmarks import (

@@ -29,7 +29,7 @@ import test_sm100_quantize as packed
 from cutlass import Int32
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
-from poison import nan_in_new_tensors
+from kit.poison import nan_in_new_tensors
 
 import fusedmoe as fm
 from fusedmoe.fusion.search import candidates

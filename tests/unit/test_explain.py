@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy
+from kit import toy
+from kit.toy import bound, dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
 from torch import nn
-from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
 
 import fusedmoe as fm
 from fusedmoe import Status

@@ -6,8 +6,8 @@ import re
 
 import pytest
 import torch
+from kit.toy import only_plan
 from torch import nn
-from toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status

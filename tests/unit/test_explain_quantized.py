@@ -5,7 +5,7 @@ The bytes are compared with those of the tensors that a call really saves.
 
 import pytest
 import torch
-from toy import bound, only_plan
+from kit.toy import bound, only_plan
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionRule

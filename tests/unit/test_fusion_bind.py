@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-import toy
+from kit import toy
+from kit.toy import E, H, experts, inputs, only_plan, outcome, rows
 from torch import nn
-from toy import E, H, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionError, FusionRule, NothingToDo, Step

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import toy
-from toy import E, H, I, experts, gemm, inputs, rows
+from kit import toy
+from kit.toy import E, H, I, experts, gemm, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe.base import changes

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import toy
-from toy import experts, gemm, gemm_glu, inputs, only_plan, outcome, rows
+from kit import toy
+from kit.toy import experts, gemm, gemm_glu, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step

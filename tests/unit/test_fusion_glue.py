@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows
+from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 import torch
-import toy
-from toy import (
+from kit import toy
+from kit.toy import (
     assert_same,
     bound,
     dgrad_dglu,

@@ -5,8 +5,8 @@ import weakref
 
 import pytest
 import torch
-import toy
-from toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows
+from kit import toy
+from kit.toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionRule, Step

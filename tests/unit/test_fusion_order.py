@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outcome, wgrad
-from toy import rows as tokens
+from kit.toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outcome, wgrad
+from kit.toy import rows as tokens
 
 import fusedmoe as fm
 from fusedmoe.call.partition import partition_for

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 import torch
-import toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from toy import (
+from kit import toy
+from kit.toy import (
     assert_same,
     bound,
     dgrad_dglu,

@@ -5,8 +5,8 @@ from collections import OrderedDict
 
 import pytest
 import torch
-import toy
-from toy import assert_same, dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows
+from kit import toy
+from kit.toy import assert_same, dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe.call.partition import partition_for

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from toy import bound, only_plan, outcome, rules_used, status, statuses
+from kit.toy import bound, only_plan, outcome, rules_used, status, statuses
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-import toy
-from toy import only_plan, rows, rules_used
+from kit import toy
+from kit.toy import only_plan, rows, rules_used
 
 import fusedmoe as fm
 from fusedmoe.fusion.language.rule import FusionRule, Step

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 import torch
-import toy
+from kit import toy
 
 import fusedmoe as fm
 from fusedmoe.call.partition import partition_for

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from kit.toy import bound, experts, inputs, rows
 from torch import nn
-from toy import bound, experts, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe import RuleError

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from toy import bound, dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
+from kit.toy import bound, dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, wgrad
 
 import fusedmoe as fm
 from fusedmoe import FusionError

@@ -3,12 +3,12 @@
 import dataclasses
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome
 from test_explain_quantized import check_bytes
 from test_sm90_rules import called, hopper_machine  # noqa: F401  (a fixture)
 from test_te_recipes import DelayedScaling
-from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe import Status

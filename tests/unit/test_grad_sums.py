@@ -5,8 +5,8 @@ look at a gradient sees what it sees without this. Stand-ins of the kernels run 
 import copy
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
 from test_sm90_rules import BF16, E, H, I, experts, hopper_machine, inputs, rows  # noqa: F401
 from torch import distributed as dist
 

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from emulator.gpu import emulated
-from first_calls import forget_kept_tensors
 from functorch.compile import make_boxed_func
+from kit.first_calls import forget_kept_tensors
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kit.call_hops import layers
+
 import fusedmoe
 from fusedmoe import ops
 
 PACKAGE = Path(fusedmoe.__file__).parent
-PAGE = PACKAGE.parent / "docs" / "architecture.md"
 ENGINE = "fusedmoe.fusion"
 # no particular op and no kernel: the base classes of ops, the steps between ops, and the options of kernels
 ENGINE_MAY_IMPORT = (
@@ -82,12 +83,6 @@ def imports_of(module: str) -> Iterator[Import]:
 
 
 IMPORTS = [found for module in sorted(MODULES) for found in imports_of(module)]
-
-
-def layers() -> dict[str, int]:
-    """Each name of the page's list with its layer, 0 being the top."""
-    text = PAGE.read_text("utf-8").partition("```text\nlayers, from top to bottom\n")[2].partition("```")[0]
-    return {name: number for number, line in enumerate(text.splitlines()) for name in line.split()}
 
 
 def layer_name(module: str) -> str:

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from toy import E, H, I, bound, experts, inputs, only_plan, outcome, rows
+from kit.toy import E, H, I, bound, experts, inputs, only_plan, outcome, rows
 
 import fusedmoe as fm
 from fusedmoe import InputError

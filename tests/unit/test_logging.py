@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import toy
-from toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
+from kit import toy
+from kit.toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe.base.environment import configure_logging

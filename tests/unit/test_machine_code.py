@@ -1,7 +1,7 @@
 """The check of machine code: which loads from shared memory may be outstanding at a release."""
 
 import pytest
-from machine_code import parse, unsafe_releases
+from kit.machine_code import parse, unsafe_releases
 
 
 def sass(*lines):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from call_hops import PACKAGE, PROGRAM, frames_of, hops_of
+from kit.call_hops import PACKAGE, PROGRAM, frames_of, hops_of
 from test_sm90_rules import hopper_machine  # noqa: F401  (a fixture)
 
 import fusedmoe as fm

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 import torch
+from kit.toy import only_plan, outcome
 from torch import nn
-from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe.call import quantization

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from toy import only_plan
+from kit.toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import Status

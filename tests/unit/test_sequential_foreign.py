@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
+from kit.toy import E, H, I, assert_same, experts, inputs, outcome, rows
 from torch import nn
-from toy import E, H, I, assert_same, experts, inputs, outcome, rows
 
 import fusedmoe as fm
 

@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
+from kit.toy import E, H, assert_same, experts, gemm, inputs, outcome, rows, rules_used
 from torch import nn
 from torch.nn.modules import module as torch_module
-from toy import E, H, assert_same, experts, gemm, inputs, outcome, rows, rules_used
 
 import fusedmoe as fm
 

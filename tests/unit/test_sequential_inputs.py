@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
+from kit.toy import E, H, I, experts, inputs, rows
 from torch import nn
-from toy import E, H, I, experts, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe import InputError

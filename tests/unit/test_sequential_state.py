@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 import torch
-import toy
+from kit import toy
+from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rules_used
 from torch import nn
-from toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rules_used
 
 import fusedmoe as fm
 from fusedmoe import InputError

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-import toy
-from toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used, statuses
+from kit import toy
+from kit.toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used, statuses
 
 import fusedmoe as fm
 from fusedmoe import Status

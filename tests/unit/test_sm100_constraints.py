@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from sm100_machine import (
+from kit.sm100_machine import (
     BF16,
     DGRAD,
     DGRAD_ACTIVATION,
@@ -26,7 +26,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan, rules_used
+from kit.toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -13,7 +13,7 @@ if shutil.which("gcc") is None:
 
 from blackwell.expert_mlp import Problem, in_plain_pytorch
 from emulator.gpu import emulated
-from sm100_chains import (
+from kit.sm100_chains import (
     EMULATION,
     SAME,
     assert_near,
@@ -25,7 +25,7 @@ from sm100_chains import (
     run,
     unfused,
 )
-from sm100_machine import (
+from kit.sm100_machine import (
     ACTIVATION,
     BF16,
     DACTIVATION,
@@ -50,7 +50,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan
+from kit.toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe.kernels.sm100 import quantize_functions

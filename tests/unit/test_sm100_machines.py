@@ -6,7 +6,7 @@ from importlib import metadata
 
 import pytest
 import torch
-from sm100_machine import (
+from kit.sm100_machine import (
     BF16,
     DGRAD,
     DGRAD_ACTIVATION,
@@ -29,7 +29,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan, outcome, rules_used
+from kit.toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import Status

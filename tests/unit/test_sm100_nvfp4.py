@@ -14,7 +14,7 @@ if shutil.which("gcc") is None:
     pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
 
 from emulator.gpu import emulated
-from sm100_chains import (
+from kit.sm100_chains import (
     SAME,
     assert_near,
     check,
@@ -28,7 +28,7 @@ from sm100_chains import (
     unfused,
     unfused_ops,
 )
-from sm100_machine import (
+from kit.sm100_machine import (
     ACTIVATION,
     BF16,
     DACTIVATION,
@@ -54,7 +54,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan
+from kit.toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe.builtin_rules.sm100 import nvfp4_forms

@@ -15,7 +15,7 @@ pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
 if shutil.which("gcc") is None:
     pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
 
-from sm100_chains import (
+from kit.sm100_chains import (
     EMULATION,
     assert_near,
     check,
@@ -29,7 +29,7 @@ from sm100_chains import (
     unfused,
     unfused_ops,
 )
-from sm100_machine import (
+from kit.sm100_machine import (
     ACTIVATION,
     BF16,
     DACTIVATION,
@@ -50,7 +50,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import rules_used
+from kit.toy import rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError

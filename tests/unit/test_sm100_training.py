@@ -11,7 +11,7 @@ pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
 if shutil.which("gcc") is None:
     pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
 
-from sm100_chains import (
+from kit.sm100_chains import (
     EMULATION,
     SAME,
     assert_near,
@@ -23,7 +23,7 @@ from sm100_chains import (
     run,
     swiglu,
 )
-from sm100_machine import (
+from kit.sm100_machine import (
     BF16,
     DGRAD,
     DGRAD_ACTIVATION,
@@ -41,7 +41,7 @@ from sm100_machine import (
     inputs,
     tokens,
 )
-from toy import only_plan
+from kit.toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe import FusionError

@@ -1,8 +1,9 @@
 """The rules for activations apart from products, on the CPU: stand-ins compute what the kernels do."""
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_rules import (  # noqa: F401  (a fixture)
     BF16,
     assert_close,
@@ -13,7 +14,6 @@ from test_sm90_rules import (  # noqa: F401  (a fixture)
     inputs,
     rows,
 )
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import Status

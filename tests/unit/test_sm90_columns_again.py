@@ -4,12 +4,12 @@ The shapes here are small. A launch would cost more than the kept bytes, so most
 """
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_fp8_rules import stand_ins_for_fp8  # noqa: F401  (a fixture)
 from test_sm90_rules import BF16, called, hopper_machine  # noqa: F401  (a fixture)
 from torch.utils.checkpoint import checkpoint
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import Status

@@ -21,8 +21,8 @@ import pytest
 
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 
-import machine_code
-from kept import contents, kept
+from kit import machine_code
+from kit.kept import contents, kept
 
 from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.build.cache_key import key

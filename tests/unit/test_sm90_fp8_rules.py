@@ -6,11 +6,11 @@ test_sm90_fp8_wgrad_rule.py has the constraints of the weight gradient.
 from copy import deepcopy
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_rules import BF16, SPLITS, E, called, hopper_machine, inputs, rows  # noqa: F401  (a fixture)
 from torch import nn
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -5,7 +5,7 @@ All other steps run in plain PyTorch, so results agree bit for bit with those of
 
 import pytest
 import torch
-from toy import only_plan, outcome, status
+from kit.toy import only_plan, outcome, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -4,11 +4,11 @@ The stand-ins make the rows before they compute, so that a wrong operand or inde
 """
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_rules import BF16, assert_close, called, hopper_machine  # noqa: F401  (a fixture)
 from test_sm90_slot_rules import E, H, I, K, T, experts, fewer_rows, routing, tokens
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

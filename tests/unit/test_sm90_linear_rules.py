@@ -1,11 +1,11 @@
 """The rules for sm_90 of dense layers, on the CPU: stand-ins compute what the kernels do with one group."""
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_rules import BF16, assert_close, called, hopper_machine, strided  # noqa: F401  (a fixture)
 from torch import nn
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -4,12 +4,12 @@ The products of FP8 codes run in plain PyTorch here, so results agree bit for bi
 """
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from test_sm90_rules import BF16, E, called, hopper_machine, inputs, rows, strided  # noqa: F401  (a fixture)
 from test_sm90_slot_rules import K, T, routing, tokens
 from test_sm90_slot_rules import experts as routed_experts
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

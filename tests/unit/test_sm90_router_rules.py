@@ -4,10 +4,10 @@ import inspect
 import itertools
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used
 from test_sm90_rules import BF16, assert_close, called, hopper_machine  # noqa: F401  (a fixture)
-from toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept import contents, kept
+from kit.kept import contents, kept
 
 from fusedmoe.kernels.build.cache_key import key
 from fusedmoe.kernels.rows.move import functions

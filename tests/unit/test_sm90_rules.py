@@ -6,10 +6,10 @@ import logging
 import sys
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome, rules_used, status
 from torch import nn
-from toy import only_plan, outcome, rules_used, status
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status

@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
+from kit.toy import only_plan, outcome
 from test_sm90_rules import BF16, E, H, I, experts, hopper_machine, inputs, rows  # noqa: F401  (a fixture)
-from toy import only_plan, outcome
 
 import fusedmoe as fm
 

@@ -1,11 +1,11 @@
 """The rule that transposes the codes of stored weights, on the CPU: plans, and results with stand-ins."""
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.toy import only_plan, outcome
 from test_sm90_fp8_rules import stand_ins_for_fp8  # noqa: F401  (a fixture)
 from test_sm90_rules import BF16, SPLITS, E, called, hopper_machine, inputs, rows  # noqa: F401  (a fixture)
-from toy import only_plan, outcome
 
 import fusedmoe as fm
 from fusedmoe import Status

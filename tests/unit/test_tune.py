@@ -5,8 +5,8 @@ import logging
 import os
 
 import pytest
-import sm90_stand_ins as stand_ins
 import torch
+from kit import sm90_stand_ins as stand_ins
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.commands import tune as tune_cli

@@ -4,9 +4,8 @@ import contextlib
 import json
 
 import pytest
-import sm90_stand_ins
-import sm100_stand_ins
 import torch
+from kit import sm90_stand_ins, sm100_stand_ins
 
 import fusedmoe as fm
 from fusedmoe.commands.main import main

@@ -10,13 +10,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from test_import_graph import layers
-
 import fusedmoe
 
 PACKAGE = Path(fusedmoe.__file__).parent
 STAND_INS = str(Path(__file__).parent / "sm90_stand_ins.py")
 PROGRAM = "program"
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 class Hop(NamedTuple):
@@ -26,6 +25,12 @@ class Hop(NamedTuple):
 
     def __str__(self):
         return f"{'^' if self.goes_back_up else ' '} {self.file}: {self.function}"
+
+
+def layers() -> dict[str, int]:
+    """Each name of the page's list with its layer, 0 being the top."""
+    text = PAGE.read_text("utf-8").partition("```text\nlayers, from top to bottom\n")[2].partition("```")[0]
+    return {name: number for number, line in enumerate(text.splitlines()) for name in line.split()}
 
 
 def file_of(code):

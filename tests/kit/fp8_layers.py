@@ -4,10 +4,10 @@ Axes: R rows sorted by expert, T tokens, E experts, K chosen experts per token, 
 """
 
 import torch
-from hopper import DEVICE, EMULATED
 
 import fusedmoe as fm
 from fusedmoe.kernels.rows.quantize import block_functions
+from kit.hopper import DEVICE, EMULATED
 
 BF16 = torch.bfloat16
 E, K, H, I, T = (4, 2, 128, 128, 70) if EMULATED else (8, 2, 256, 128, 300)  # noqa: E741

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 from unittest import mock
 
-import moe_families
 import torch
 import transformers
 
@@ -17,10 +16,11 @@ import fusedmoe.integrations.transformers as fusedmoe_transformers
 from fusedmoe.base.log import forget_said
 from fusedmoe.integrations.transformers import expert_modules, router_kinds
 from fusedmoe.kernels.build import toolkit
+from kit import moe_families
 
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
-STAND_INS = Path(__file__).parents[1] / "unit" / "sm90_stand_ins.py"
-TABLE = re.compile(r"(?<=<!-- families, by tests/integrations/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
+STAND_INS = Path(__file__).with_name("sm90_stand_ins.py")
+TABLE = re.compile(r"(?<=<!-- families, by tests/kit/families_page.py -->\n).*?(?=<!-- end -->)", re.DOTALL)
 CAPTION = "Families of transformers {version}:\n\n"
 TOKENS = 64
 HEAD = ("families", "layout", "activation", "router", "sm_90, bf16")

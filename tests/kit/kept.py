@@ -8,7 +8,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+FOLDER = Path(__file__).parents[2] / ".pytest_cache" / "compiled"
 UNUSED_SECONDS = 14 * 24 * 3600  # after which a file is removed
 
 

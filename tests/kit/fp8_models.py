@@ -1,11 +1,11 @@
 """Tiny models of FP8 checkpoints, and transformers' FP8 products in plain PyTorch: its kernels need a GPU."""
 
-import moe_families
 import torch
 from transformers import FineGrainedFP8Config
 from transformers.integrations import finegrained_fp8
 
 import fusedmoe as fm
+from kit import moe_families
 
 CHECKPOINT = fm.numerics.formats.fp8_block(across=128, power_of_two=False)
 IN_HIGH_PRECISION = {

@@ -1,7 +1,6 @@
 """For tests on a CPU: a machine with an sm_100 GPU, its kernels that quantize, and layers of a size that fits."""
 
 import pytest
-import sm90_stand_ins
 import torch
 
 import fusedmoe as fm
@@ -10,6 +9,7 @@ from fusedmoe.kernels.sm100 import package, quantize_functions
 from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4
 from fusedmoe.numerics.formats.groups import padded_rows
 from fusedmoe.numerics.formats.packed import Packed, padded_layout, quantize_packed
+from kit import sm90_stand_ins
 
 BF16 = torch.bfloat16
 E, H, I = 4, 256, 128  # noqa: E741  (experts, hidden, intermediate)

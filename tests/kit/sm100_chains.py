@@ -9,11 +9,11 @@ import pytest
 import torch
 from blackwell.expert_mlp import Problem, in_plain_pytorch
 from blackwell.on_cpu import blackwell_on_cpu
-from sm100_machine import BF16, PREFIX
-from toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe.kernels.sm100 import calls
+from kit.sm100_machine import BF16, PREFIX
+from kit.toy import only_plan, rules_used
 
 SAME, EMULATION = 4e-3, 3e-2
 """Bounds of the relative error: from the same arithmetic, and from the unfused chain."""
