@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.ep import FUSED_PEER, REFERENCE, UNFUSED_PEER
+from benchmarks.ep import REFERENCE
 from benchmarks.marked import table
 
 SECTION = """\
@@ -29,17 +29,12 @@ MEASURED = """\
 
 NCCL {nccl}, torch {torch}, commit {commit}, medians of {reps} calls.
 
-{ratios}
-
-*x no communication* is the time of the engine divided by that without communication. At 1, no communication is
-exposed. A *speed-up* is the time of the all-to-all by hand divided by that of the engine. Above 1, the engine is
-faster.
-
 {steps}
+
+*x no communication* is the time divided by that without communication. At 1, no communication is exposed.
 
 {exchanges}
 """
-OTHERS = (REFERENCE, UNFUSED_PEER, FUSED_PEER)  # the other rows are engines
 
 
 def render(measured: Iterable[dict[str, Any]] = ()) -> str:
@@ -51,22 +46,9 @@ def _of_gpu(results: dict[str, Any]) -> str:
     heading = {name: results[name] for name in ("ranks", "machine", "nccl", "commit", "reps")}
     shapes = results["shapes"]
     return MEASURED.format(
-        ratios=_ratios(shapes), steps=_steps(shapes), exchanges=_exchanges(shapes), torch=results["versions"]["torch"],
+        steps=_steps(shapes), exchanges=_exchanges(shapes), torch=results["versions"]["torch"],
         **heading,
     )  # fmt: skip
-
-
-def _ratios(shapes: Iterable[dict[str, Any]]) -> str:
-    """Return the table of each engine's time relative to those of the others."""
-    rows = []
-    for shape in shapes:
-        ms = {row["name"]: row["ms"] for row in shape["rows"] if row["ms"]}
-        for engine in (name for name in ms if name not in OTHERS):
-            base, *peers = (ms.get(name) for name in OTHERS)
-            ratios = base and ms[engine] / base, *(peer and peer / ms[engine] for peer in peers)
-            rows.append([*_head(shape), f"`{engine}`", *(_number(ratio, ".2f") for ratio in ratios)])
-    speedups = [f"speed-up over {peer}" for peer in (UNFUSED_PEER, FUSED_PEER)]
-    return table(["shape", "tokens per rank", "engine", f"x {REFERENCE}", *speedups], rows)
 
 
 def _steps(shapes: Iterable[dict[str, Any]]) -> str:

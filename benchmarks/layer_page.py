@@ -10,7 +10,7 @@ from benchmarks.launches import by_group
 from benchmarks.layer import COMPILED, OURS, SHAPES, SONIC_TUNED, UNFUSED, cell, heading, others, speed
 from benchmarks.marked import table
 from fusedmoe.commands.bench.layer import SAMPLED_TOKENS
-from fusedmoe.commands.bench.measure import CASES, FORWARD, INFERENCE, STEP
+from fusedmoe.commands.bench.measure import FORWARD, INFERENCE, STEP
 
 ERRORS = ("y", "x", "router", "weight1", "weight2")
 PARTS = {"router": "the router alone", "dense": "a dense MLP"}
@@ -50,19 +50,20 @@ the Python call in microseconds, while the GPU is idle. The call does not wait f
 BREAKDOWN = """\
 ### Where the time of the layer goes
 
-Microseconds on the GPU in one call of fusedmoe's layer, by kind of kernel, from torch's profiler. *Router* includes the
-logits, the choice of experts and the places of the rows. The two products of its backward pass are in *products*,
-because their kernels are those of the experts. *Idle* is the time between the first kernel and the last in which no
-kernel runs. In backward, the sum over slots runs beside a weight gradient, and the times of both count fully. The L2
-cache is not flushed before this call. For both reasons, these times do not add up to those of the tables above.
+Microseconds on the GPU in one call of fusedmoe's layer, forward + backward, by kind of kernel, from torch's profiler.
+*Router* includes the logits, the choice of experts and the places of the rows. The two products of its backward pass
+are in *products*, because their kernels are those of the experts. *Idle* is the time between the first kernel and the
+last in which no kernel runs. In backward, the sum over slots runs beside a weight gradient, and the times of both count
+fully. The L2 cache is not flushed before this call. For both reasons, these times do not add up to those of the tables
+above.
 """
 ACCURACY = """\
 ### Errors of the layer
 
-Errors relative to fp64, in norm: of the results and the gradients of {tokens} tokens, and of the gradients of one
-expert's weights. *Unfused* is fusedmoe's layer without fused kernels. The fp64 reference uses the experts that each
-library chooses. The last column is the number of tokens for which a library chooses other experts than those with the
-largest logits in fp64. SonicMoE computes logits in bf16, the others in fp32.
+The largest errors over the shapes, relative to fp64, in norm: of the results and the gradients of {tokens} tokens, and
+of the gradients of one expert's weights. *Unfused* is fusedmoe's layer without fused kernels. The fp64 reference uses
+the experts that each library chooses. The last column is the number of tokens for which a library chooses other experts
+than those with the largest logits in fp64. SonicMoE computes logits in bf16, the others in fp32.
 """
 ROUTER = """\
 ### The router alone
@@ -159,7 +160,7 @@ def _launches(results: dict[str, Any], names: Sequence[str]) -> str:
     head = ["shape", "pass", *(f"{_title(n)}, launches" for n in everyone), *(f"{_title(n)}, us" for n in everyone)]
     rows = []
     for shape in results["shapes"]:
-        for case in CASES:
+        for case in (INFERENCE, STEP):
             counts = [shape["launches"].get(n, {}).get(case, {}).get("launches") for n in everyone]
             host = [cell(shape, case, n).get("host_us") for n in everyone]
             shown = [*(_number(v, "d") for v in counts), *(_number(v, ".0f") for v in host)]
@@ -170,20 +171,20 @@ def _launches(results: dict[str, Any], names: Sequence[str]) -> str:
 def _breakdown(results: dict[str, Any]) -> str:
     rows, groups = [], list(by_group(()))
     for shape in results["shapes"]:
-        for case, found in shape["launches"].get(OURS, {}).items():
+        if found := shape["launches"].get(OURS, {}).get(STEP):
             times = by_group((kernel["name"], kernel["us"]) for kernel in found["kernels"])
-            rows.append([shape["name"], case, *(f"{us:.0f}" for us in times.values()), f"{found['idle_us']:.0f}"])
-    return table(["shape", "pass", *groups, "idle"], rows)
+            rows.append([shape["name"], *(f"{us:.0f}" for us in times.values()), f"{found['idle_us']:.0f}"])
+    return table(["shape", *groups, "idle"], rows)
 
 
 def _errors(results: dict[str, Any], names: Sequence[str]) -> str:
     rows = []
-    for shape in results["shapes"]:
-        for name in (OURS, UNFUSED, *names):
-            if errors := shape["errors"].get(name):
-                shown = [_number(errors.get(what), ".1e") for what in ERRORS]
-                rows.append([shape["name"], _title(name), *shown, _number(shape["rerouted"].get(name), "d")])
-    return table(["shape", "", "y", "dx", "drouter", "dw1", "dw2", "tokens"], rows)
+    for name in (OURS, UNFUSED, *names):
+        if errors := [shape["errors"][name] for shape in results["shapes"] if shape["errors"].get(name)]:
+            shown = [_number(max((e[of] for e in errors if of in e), default=None), ".1e") for of in ERRORS]
+            rerouted = [shape["rerouted"].get(name, 0) for shape in results["shapes"]]
+            rows.append([_title(name), *shown, str(max(rerouted))])
+    return table(["", "y", "dx", "drouter", "dw1", "dw2", "tokens"], rows)
 
 
 def _part(rows: Sequence[dict[str, Any]], ours: Sequence[str], peers: dict[str, str]) -> str:

@@ -71,8 +71,7 @@ STACK = """\
 {tokens} tokens in {batch} sequences, for each experts implementation. The MoE part is the router and the experts of one
 layer. Each time is the median of {reps} calls.
 
-- *x grouped_mm*, *x eager*: the time of `grouped_mm` or `eager` divided by that of the implementation in the row. The
-  last column compares compiled calls.
+- *x grouped_mm*, *x eager*: the time of `grouped_mm` or `eager` divided by that of the implementation in the row.
 - *kept*: the memory that forward keeps for backward.
 - *host*: the wall time of the call without `torch.compile`.
 
@@ -81,6 +80,12 @@ The cases with few tokens are typical of text generation.
 STACK_ELSEWHERE = """\
 The MoE part again on an {machine}, with that of GLM-4.5-Air, which has a shared expert (commit {commit}, medians of
 {reps} calls). `fusedmoe + router` is the model after `patch_routers`.
+"""
+PRODUCTS = """\
+### Single products
+
+TFLOP/s of each product; in parentheses the time of {peer} divided by that of fusedmoe: above 1, fusedmoe is faster. The
+result file also has the times of torch.
 """
 TUNED = """\
 ## QuACK tuned
@@ -109,6 +114,9 @@ which includes interference from other work on the machine.
 """
 
 
+STOCK = ("grouped_mm", "eager")  # implementations of transformers
+WHOLE = ("forward", "forward + backward")  # the cases of the expert MLP that the page has
+PRODUCTS_PEER = "QuACK"
 PEERS = {peer.name for peer in mlp.peers()}  # older result files have others, which also gathered and summed
 
 
@@ -173,45 +181,58 @@ def tuned_table(results: dict[str, Any]) -> str:
     return table(["case", "ms", "QuACK, ms", "x QuACK"], rows)
 
 
-def stack_table(results: dict[str, Any]) -> str:
-    """Return the times in transformers, with one row per part, case and implementation."""
+def products_table(results: dict[str, Any], peer: str) -> str:
+    """Return TFLOP/s of each product by shape, and the time of a peer divided by ours."""
     rows = []
+    for case in dict.fromkeys(r["case"] for shape in results["shapes"] for r in shape["rows"]):
+        cells = []
+        for shape in results["shapes"]:
+            of_case = {r["peer"]: r for r in shape["rows"] if r["case"] == case and r["ms"]}
+            ours, theirs = of_case.get("fusedmoe"), of_case.get(peer)
+            ratio = f" ({theirs['ms'] / ours['ms']:.2f})" if ours and theirs else ""
+            cells.append(f"{ours['tflops']:.0f}{ratio}" if ours else "")
+        mean = results["geometric_mean_speedups"].get(case, {}).get(peer)
+        rows.append([case, *cells, f"{mean['mean']:.2f}" if mean else ""])
+    return table(["product", *(shape["name"] for shape in results["shapes"]), "*geometric mean*"], rows)
+
+
+def stack_table(results: dict[str, Any]) -> str:
+    """Return the times in transformers, with one row per part, case and implementation of fusedmoe."""
     found = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
-    for part, case, implementation in dict.fromkeys((p, c, i) for p, c, i, _ in found):
-        plain = found[part, case, implementation, False]
 
-        def ms(who: str, compiled: bool, part: str = part, case: str = case) -> float | None:
-            return found.get((part, case, who, compiled), {}).get("ms")  # type: ignore[no-any-return]
+    def ratio(part: str, case: str, other: str, own: str, compiled: bool = False) -> str:
+        theirs, ours = (found.get((part, case, who, compiled), {}).get("ms") for who in (other, own))
+        return f"{theirs / ours:.2f}" if theirs and ours else ""
 
-        def shown(ms: float | None) -> str:
-            return f"{ms:.3g}" if ms else "-"
-
-        def ratio(theirs: float | None, own: float | None) -> str:
-            return f"{theirs / own:.2f}" if theirs and own else ""
-
-        own, compiled = ms(implementation, False), ms(implementation, True)
-        kept = "" if plain["kept_gib"] is None else f"{plain['kept_gib']:.2f}"
-        ratios = [ratio(ms(other, False), own) for other in ("grouped_mm", "eager")]
-        times = [shown(compiled), ratio(ms("grouped_mm", True), compiled)]
-        rows.append(
-            [part, case, f"`{implementation}`", shown(own), f"{plain['host_us'] / 1e3:.2f}", *ratios, kept, *times]
-        )
-    head = ["part", "case", "experts", "ms", "host, ms", "x grouped_mm", "x eager", "kept, GiB"]
-    return table([*head, "compiled, ms", "x grouped_mm"], rows)
+    rows = []
+    for part, case, own, compiled in found:
+        if compiled or own in STOCK:
+            continue
+        plain, graph = found[part, case, own, False], found.get((part, case, own, True), {})
+        kept = [found[part, case, who, False]["kept_gib"] for who in (own, "grouped_mm")]
+        cells = [f"{plain['ms']:.3g}", f"{plain['host_us'] / 1e3:.2f}"]
+        cells += [ratio(part, case, other, own) for other in STOCK]
+        cells += ["" if gib is None else f"{gib:.2f}" for gib in kept]
+        cells += [f"{graph['ms']:.3g}" if graph.get("ms") else "", ratio(part, case, "grouped_mm", own, compiled=True)]
+        rows.append([part, case, f"`{own}`", *cells])
+    head = ["part", "case", "experts", "ms", "host, ms", *(f"x {other}" for other in STOCK), "kept, GiB"]
+    return table([*head, "kept by grouped_mm, GiB", "compiled, ms", "x grouped_mm, compiled"], rows)
 
 
 def deepgemm_table(kernels: dict[str, Any], deepgemm: dict[str, Any]) -> str:
     """Return the plain products, compared with DeepGEMM relative to torch."""
     theirs = {shape["name"]: shape for shape in deepgemm["shapes"]}
+    cases = dict.fromkeys(r["case"] for shape in theirs.values() for r in shape["rows"])
     rows = []
     for shape in kernels["shapes"]:
-        for case in dict.fromkeys(r["case"] for r in theirs[shape["name"]]["rows"]):
+        cells = []
+        for case in cases:
             here, there = _ms(shape, case), _ms(theirs[shape["name"]], case)
             ratio = there["DeepGEMM"] / there["torch eager"] * here["torch eager"] / here["fusedmoe"]
-            times = here["fusedmoe"], here["torch eager"], there["DeepGEMM"], there["torch eager"]
-            rows.append([shape["name"], case.split(",")[0], *(f"{ms:.3f}" for ms in times), f"{ratio:.2f}"])
-    head = ["shape", "product", "ms", "torch, ms", "DeepGEMM there, ms", "torch there, ms", "x DeepGEMM"]
-    return table(head, rows)
+            cells += [f"{here['fusedmoe']:.3f}", f"{ratio:.2f}"]
+        rows.append([shape["name"], *cells])
+    names = (case.split(",")[0] for case in cases)
+    return table(["shape", *(f"{name}, {figure}" for name in names for figure in ("ms", "x DeepGEMM"))], rows)
 
 
 def _ms(shape: dict[str, Any], case: str) -> dict[str, float]:
@@ -243,12 +264,12 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
                 mlp_commit=f" (the expert MLP: {mlp['commit']})" if mlp and mlp["commit"] != kernels["commit"] else "",
             )
         )  # fmt: skip
-    for results in (mlp, kernels):
-        if results:
-            if results is mlp and (PICTURES / PICTURE).exists():
-                parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
-            cases = dict.fromkeys(r["case"] for s in results["shapes"] for r in s["rows"])
-            parts += [case_table(results, case) + "\n" for case in cases]
+    if mlp:
+        if (PICTURES / PICTURE).exists():
+            parts.append(f"![forward and backward by shape](_static/{PICTURE})\n")
+        parts += [case_table(mlp, case) + "\n" for case in WHOLE]
+    if kernels:
+        parts += [PRODUCTS.format(peer=PRODUCTS_PEER), products_table(kernels, PRODUCTS_PEER) + "\n"]
     if apart := load(layer_folder, "activations"):
         parts += activations.section(apart)
     if recipes := load(layer_folder, "recipes"):

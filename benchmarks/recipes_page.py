@@ -20,11 +20,9 @@ GiB per layer, as activations kept for backward + quantized weights, of the same
 RECIPES = """\
 ## Recipes
 
-Forward + backward of the expert MLP under each [recipe](recipes.md), against fused bf16 in the same run, on an
-{machine} (commit {commit}). Each time is the median of {reps} calls.
-*kept* is the memory that the plan keeps for backward, and *weights* that of the quantized weights. The other columns
-are the signal-to-quantization-noise ratio, in dB, of the output and the gradients against `bf16`, on random normal
-operands.
+The signal-to-quantization-noise ratio, in dB, of the output and the gradients of the expert MLP under each recipe,
+against `bf16` on random normal operands: the range over the shapes. {machine}, commit {commit}.
+[Recipes](recipes.md) has the times and the memory of the same run.
 """
 
 
@@ -60,16 +58,16 @@ def memory(found: Mapping[str, Any]) -> str:
 def benchmarks(found: Mapping[str, Any]) -> list[str]:
     """Return the section of docs/benchmarks.md: text and table."""
     rows = []
-    for shape in found["shapes"]:
-        for name, report in shape["recipes"].items():
-            noise = [f"{db:.1f}" if (db := report["sqnr_db"][n]) else "" for n in NAMES]
-            paths = ", ".join(dict.fromkeys(report["products"].values()))
-            weights = report["weight_bytes"]
-            figures = [f"{report['ms']:.2f}", _gib(report["kept_bytes"]), _gib(weights) if weights else ""]
-            rows.append([shape["name"], name, paths, *figures, *noise])
-    heading = {"machine": found["machine"], "commit": found["commit"], "reps": found["reps"]}
-    head = ["shape", "recipe", "products", "ms", "kept, GiB", "weights, GiB", *NAMES]
-    return [RECIPES.format(**heading), table(head, rows) + "\n"]
+    for name in _names(found):
+        noise = [[shape["recipes"][name]["sqnr_db"][of] for shape in found["shapes"]] for of in NAMES]
+        if all(all(db) for db in noise):
+            rows.append([f"`{name}`", *(_range(min(db), max(db)) for db in noise)])
+    heading = {"machine": found["machine"], "commit": found["commit"]}
+    return [RECIPES.format(**heading), table(["recipe", *NAMES], rows) + "\n"]
+
+
+def _range(least: float, most: float) -> str:
+    return f"{least:.1f}" if f"{least:.1f}" == f"{most:.1f}" else f"{least:.1f} to {most:.1f}"
 
 
 def _head(found: Mapping[str, Any]) -> list[str]:
