@@ -1,6 +1,6 @@
 """A model on paper of one MoE layer's training step under expert parallelism, for 2 to 512 GPUs.
 
-`benchmarks.ep_model_page` writes it into docs/expert_parallel_scale.md. Times of links are those of two GPUs, or
+`benchmarks.ep_model_page` writes it into docs/expert_parallel.md. Times of links are those of two GPUs, or
 assumptions (`NCCL`, `COPY_ENGINE`, `SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says
 of more than two GPUs was measured.
 

@@ -1,4 +1,4 @@
-"""docs/expert_parallel_scale.md: expert parallelism on 2 to 512 GPUs, as `benchmarks.ep_model` predicts it."""
+"""Part of docs/expert_parallel.md: steps on 2 to 512 GPUs, as `benchmarks.ep_model` predicts them."""
 
 from __future__ import annotations
 
@@ -28,81 +28,46 @@ from benchmarks.ep_model import (
 )  # fmt: skip
 from benchmarks.marked import table
 from benchmarks.shapes import Shape
-from fusedmoe.expert_parallel.symmetric import FEW
 
 Found = dict[tuple[str, int], dict[str, Step]]  # by layer and the fewest GPUs with these ranks, and by engine
-PAGE = """\
-# Expert parallelism at scale, on paper
-
-Which engine of [expert parallelism](expert_parallel.md) to choose for 2 to 512 GPUs. **The times on this page are
-predicted, except where a table says *measured*. Nobody has run expert parallelism of `fusedmoe` on more than two
-GPUs, or on several hosts.** `benchmarks/ep_model.py` predicts one training step of one MoE layer, with {tokens}
-tokens per rank, bf16 rows, and uniform, random routing. `python -m benchmarks.page` writes this page.
-
-P ranks share E experts, and a token chooses K of them. A node has {node} GPUs. A rank has at least one expert: more
-GPUs have replicas of the experts, which exchange no tokens.
-
-## Which engine
+SECTION = """\
+Milliseconds of one training step of one MoE layer, {tokens} tokens per rank, bf16 rows, uniform random routing. P ranks
+share E experts, and a token chooses K of them. A node has {node} GPUs. More GPUs than experts have replicas, which
+exchange no tokens.
 
 {choice}
 
-Milliseconds of forward + backward. The first engine is the fastest one of `fusedmoe`. Those after *or* are less
-than {margin:.0%} slower, which this model cannot tell apart. *experts* is the time of the experts without an
-exchange. *hierarchical*, which is not in `fusedmoe`, sends a token once to each node that has one of its experts,
-from where it goes on over NVLink.
+The first engine is the fastest one of `fusedmoe`. Those after *or* are less than {margin:.0%} slower, which this model
+cannot tell apart. *experts* is the time without an exchange. *hierarchical*, which is not in `fusedmoe`, sends a token
+once to each node that has one of its experts, from where it goes on over NVLink.
 
-- **Two GPUs**: products hide all exchanges of `symmetric` and `allgather`. The copies of `symmetric` take no SM
-  from the products. [Benchmarks](benchmarks.md#expert-parallelism) has measured steps.
-- **One node of {node}**: `symmetric` has the shortest steps. The own tokens are an eighth of the rows. Their
-  products hide {hidden_least:.0%} to {hidden_most:.0%} of the exchanges. Where a rank wants at most {few:.0%} of
-  the tokens, `symmetric` reads these alone.
-- **Several nodes: not `allgather`.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs with the
-  experts of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f} times as
-  long.
-- **Several nodes: keep the ranks of a layer in one node, if the experts fit.** A group of {node} ranks in each node
-  has the steps of {node} GPUs. A rank then has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and
+- **One node of {node}**: `symmetric` has the shortest steps. The products of the own tokens, an eighth of the rows,
+  hide {hidden_least:.0%} to {hidden_most:.0%} of the exchanges.
+- **Several nodes: not `allgather`.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs with the experts
+  of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f} times as long. It also
+  needs a `capacity`: rows of any routing take up to {rows_most:.0f} GB for one layer.
+- **Several nodes: keep the ranks of a layer in one node, if the experts fit.** A group of {node} ranks in each node has
+  the steps of {node} GPUs. A rank then has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and
   {weights_v3:.1f} GB in each layer of DeepSeek-V3, besides gradients and the state of the optimizer.
-- **If they do not fit, exchanges take longer than products.** With {slow:.0f} GB/s per GPU, those of `alltoall`
-  take {share_least:.1f} to {share_most:.1f} times the experts' time. Hierarchical dispatch sends {by_node_64:.0%}
-  of its bytes over the slow link for DeepSeek-V3 on 64 GPUs, and {by_node_512:.0%} on 512. More needs routing that
-  limits the nodes of a token, tokens in FP8 (`dispatch_dtype`), or work of another micro-batch beside the exchange.
+- **If they do not fit, exchanges take longer than products.** With {slow:.0f} GB/s per GPU, those of `alltoall` take
+  {share_least:.1f} to {share_most:.1f} times the experts' time. Hierarchical dispatch sends {by_node_64:.0%} of its
+  bytes over the slow link for DeepSeek-V3 on 64 GPUs, and {by_node_512:.0%} on 512.
 
-## Memory
-
-{memory}
-
-GB per rank, for one layer and {tokens} tokens per rank. *weights* are those of the experts, in bf16. *gathered* are
-the tokens and results of all ranks, in `allgather` and `symmetric`. *arriving* are the tokens that `alltoall` gets.
-*rows of any routing* are the experts' rows without a `capacity`: on several nodes, `allgather` needs one.
-
-## What the model assumes
-
-- Measured on two H200s of one host: NCCL over NVLink ({nccl}, {nccl_us:.0f} us), copies from the peer ({pull}
-  GB/s), a kernel that reads rows of the peer ({kernel} GB/s), and a barrier of symmetric memory ({barrier} us).
-- Measured on one {machine} (`layer.json`, commit {commit}): the speed of the experts. DeepSeek-V3 and Mixtral have
-  that of the layer whose experts' size is nearest.
-- **Assumed**: NVLink between {node} GPUs is as fast as between two. A link between nodes has {slow:.0f} GB/s per
-  GPU (InfiniBand of 400 Gb/s) and {slow_us:.0f} us, without congestion. A host that reads numbers of rows takes
-  {sync:.0f} us.
-- Left out: launches, expert ids and routing weights, the SMs of NCCL's kernels, ranks with more rows than others,
-  and the traffic of other parts of the model.
-
-{check}"""
-CHECK = """\
-## Check against measurements
-
-{checks}
-
-Steps of two GPUs, from `ep.json`. The predicted experts are as fast as measured there without communication. Where
-no host waits for its device, the model is off by up to {worst:.0%}, so engines whose predictions differ by less
-than {margin:.0%} are equal here. A host that waits, as in `alltoall`, launches the rest of the step late: there it
-is off by up to {waiting:.0%}.
+The model has the speed of the experts from one {machine} (`layer.json`, commit {commit}), and the links of two H200s of
+one host: NCCL ({nccl}, {nccl_us:.0f} us), copies from the peer ({pull} GB/s), a kernel that reads rows of the peer
+({kernel} GB/s), a barrier ({barrier} us). **Assumed**: NVLink between {node} GPUs is as fast as between two; a link
+between nodes has {slow:.0f} GB/s per GPU and {slow_us:.0f} us, without congestion; a host that reads numbers of rows
+takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of NCCL's kernels, ranks with more rows
+than others, and the traffic of other parts of the model. {check}
 """
+CHECK = """\
+Of the steps of two GPUs in `ep.json`, those without a host that waits deviate by up to {worst:.0%} from the model, and
+those of `alltoall`, whose host waits and launches the rest of the step late, by up to {waiting:.0%}."""
 UNCHECKED = 0.2  # the margin without measurements
 
 
 def render(results: dict[str, Any], measured: Sequence[dict[str, Any]] = ()) -> str:
-    """Return the page, from ``layer.json`` and the ``ep.json`` of each GPU that has one."""
+    """Return the part, from ``layer.json`` and the ``ep.json`` of each GPU that has one."""
     layers = ep_model.layers()
     found: Found = {
         (name, gpus): ep_model.steps(results, layer, gpus)
@@ -111,9 +76,9 @@ def render(results: dict[str, Any], measured: Sequence[dict[str, Any]] = ()) -> 
         if gpus in (2, NODE) or ep_model.ranks_of(layer, gpus).ranks > NODE
     }
     check, margin = _check(ep_model.checks(results, measured))
-    return PAGE.format(
-        tokens=TOKENS, node=NODE, choice=_choice(found, margin), margin=margin, few=FEW, slow=SLOW_GB_S,
-        memory=_memory(layers, found), slow_us=SLOW_LATENCY_US, sync=HOST_SYNC_US, nccl_us=NCCL_LATENCY_US,
+    return SECTION.format(
+        tokens=TOKENS, node=NODE, choice=_choice(found, margin), margin=margin, slow=SLOW_GB_S,
+        slow_us=SLOW_LATENCY_US, sync=HOST_SYNC_US, nccl_us=NCCL_LATENCY_US,
         nccl=", ".join(f"{gb_s} GB/s for {size >> 20} MiB" for size, gb_s in NCCL_GB_S.items()), pull=PULL_GB_S,
         kernel=KERNEL_GB_S, barrier=BARRIER_US, machine=results["machine"], commit=results["commit"][:12], check=check,
         **_figures(layers, found),
@@ -141,17 +106,8 @@ def _choice(found: Found, margin: float) -> str:
     return table(["layer", "GPUs", "engine", "experts", *(engine.name for engine in engines)], rows)
 
 
-def _memory(layers: dict[str, Shape], found: Found) -> str:
-    rows = []
-    for name, gpus in found:
-        b = ep_model.buffers(layers[name], gpus)
-        sizes = b.weights, b.gathered, b.arriving, b.most_rows
-        rows.append([*_head(name, gpus), *(f"{nbytes / 1e9:.2f}" for nbytes in sizes)])
-    return table(["layer", "GPUs", "weights", "gathered", "arriving", "rows of any routing"], rows)
-
-
 def _check(compared: Sequence[Check]) -> tuple[str, float]:
-    """Return the section that compares the model with measurements, and the difference that it cannot tell apart."""
+    """Return the sentence that compares the model with measurements, and the difference that it cannot tell apart."""
     worst = {
         waits: max((abs(c.deviation) for c in compared if bool(c.engine.host_syncs) is waits), default=math.nan)
         for waits in (False, True)
@@ -159,15 +115,7 @@ def _check(compared: Sequence[Check]) -> tuple[str, float]:
     if math.isnan(worst[False]):
         return "", UNCHECKED
     margin = math.ceil(20 * worst[False]) / 20
-    rows = [
-        [
-            c.machine, c.layer, str(c.tokens), c.engine.name, f"{c.measured_ms:.1f}", f"{c.predicted_ms:.1f}",
-            f"{c.deviation:+.0%}",
-        ]
-        for c in compared
-    ]  # fmt: skip
-    head = ["GPU", "layer", "tokens per GPU", "engine", "measured, ms", "predicted, ms", "deviation"]
-    return CHECK.format(checks=table(head, rows), worst=worst[False], waiting=worst[True], margin=margin), margin
+    return CHECK.format(worst=worst[False], waiting=worst[True]), margin
 
 
 def _figures(layers: dict[str, Shape], found: Found) -> dict[str, float]:
@@ -189,6 +137,7 @@ def _figures(layers: dict[str, Shape], found: Found) -> dict[str, float]:
         figures[f"by_node_{gpus}"] = next(slow) / next(slow)
     return figures | {
         "hidden_least": min(hidden), "hidden_most": max(hidden), "slow_least": min(slower), "slow_most": max(slower),
+        "rows_most": max(ep_model.buffers(layers[name], gpus).most_rows for name, gpus in found) / 1e9,
         "share_least": min(share), "share_most": max(share),
         "weights_30b": ep_model.buffers(layers[qwen3], NODE).weights / 1e9,
         "weights_v3": ep_model.buffers(layers[deepseek], NODE).weights / 1e9,

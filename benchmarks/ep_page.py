@@ -22,7 +22,7 @@ the measurement, and so not in its peak. *SMs* are the most that a kernel of the
 rate of the copies between GPUs, each way, while products run. The bandwidth of an exchange alone includes barriers
 and copies into buffers. The file `ep.json` also has quartiles, errors and plans. Without a GPU, the section runs a
 tiny layer on gloo.
-[Expert parallelism at scale](expert_parallel_scale.md) predicts steps on more GPUs.
+[Expert parallelism](expert_parallel.md#at-scale-on-paper) predicts steps on more GPUs.
 """
 MEASURED = """\
 ### {ranks} x {machine}

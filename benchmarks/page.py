@@ -1,4 +1,4 @@
-"""``python -m benchmarks.page``: write docs/benchmarks.md, docs/expert_parallel_scale.md, and figures of other pages.
+"""``python -m benchmarks.page``: write docs/benchmarks.md, figures of other pages.
 
 The others are docs/fp8.md and docs/recipes.md. All figures come from the result files.
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import activations, demo, ep_model_page, ep_page, layer_page, mlp, recipes_page
+from benchmarks import activations, demo, ep_model_page, ep_page, layer_page, marked, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.marked import table
 from benchmarks.results import ROOT
@@ -17,7 +17,7 @@ from benchmarks.train import page as train_page
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
 FP8_PAGE, RECIPES_PAGE = PAGE.with_name("fp8.md"), PAGE.with_name("recipes.md")
-SCALE = PAGE.with_name("expert_parallel_scale.md")
+SCALE = PAGE.with_name("expert_parallel.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 ALL_RESULTS = ROOT / "results"  # with a folder per machine
 RESULTS = ALL_RESULTS / "nvidia-h100-80gb-hbm3"
@@ -303,10 +303,11 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
 
 
 def render_scale(folder: Path = LAYER_RESULTS, machines: Path = ALL_RESULTS) -> str:
-    """Return docs/expert_parallel_scale.md."""
+    """Return docs/expert_parallel.md with the predictions."""
     layer = load(folder, "layer")
     assert layer is not None, f"{folder}: no layer.json"
-    return ep_model_page.render(layer, load_ep(machines))
+    part = ep_model_page.render(layer, load_ep(machines))
+    return marked.filled(SCALE.read_text(encoding="utf-8"), {"scale": part}, "docs/expert_parallel.md")
 
 
 def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED, trained: Path = RESULTS) -> str:
