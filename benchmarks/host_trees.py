@@ -1,9 +1,10 @@
 """Host time of planned calls in two source trees, in turns: ``python -m benchmarks.host_trees BASE``.
 
-BASE is the folder of another revision, for example a ``git worktree``. Each tree has a process of its own, and both
-processes run on the same cores. In each round, the trees take turns for every case, so that other work of the machine
-affects both equally. The GPU is idle at the start of each turn. The result is the ratio of the times of this tree and
-of BASE: the median over the rounds, and the interval that contains the median with 95% probability (order statistics).
+BASE is the folder of another revision, for example a ``git worktree``. Each tree has two processes, since the times of
+two processes of one tree differ by a few percent. In each round, the processes take turns for every case, so that other
+work of the machine affects all of them equally. The GPU is idle at the start of each turn. The result is the ratio of
+the times of this tree and of BASE, each the mean of its two processes: the median over the rounds, and the interval that
+contains the median with 95% probability (order statistics).
 """
 
 from __future__ import annotations
@@ -144,16 +145,20 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 def compare(base: Path, device: str, rounds: int, repeats: int) -> list[dict[str, Any]]:
     """Return a record per case: medians of both trees in microseconds, the ratio of this tree to `base`."""
+    here = HERE.parents[1]
+    folders = (base.resolve(), here, here, base.resolve())
     trees: list[Tree] = []
     try:
-        for folder in (base.resolve(), HERE.parents[1]):
+        for folder in folders:
             trees.append(Tree(folder, device, repeats))
         taken: dict[str, list[tuple[float, float]]] = {case: [] for case in trees[1].cases}
         for round_number in range(rounds):
             for case in taken:
-                order = trees if round_number % 2 else trees[::-1]
-                times = {id(tree): tree.time_us(case) for tree in order}
-                taken[case].append((times[id(trees[0])], times[id(trees[1])]))
+                times = [0.0] * len(trees)
+                for turn in range(len(trees)):
+                    number = (turn + round_number) % len(trees)
+                    times[number] = trees[number].time_us(case)
+                taken[case].append(((times[0] + times[3]) / 2, (times[1] + times[2]) / 2))
     finally:
         for tree in trees:
             tree.stop()
