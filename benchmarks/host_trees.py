@@ -3,8 +3,8 @@
 BASE is the folder of another revision, for example a ``git worktree``. Each tree has two processes, since the times of
 two processes of one tree differ by a few percent. In each round, the processes take turns for every case, so that other
 work of the machine affects all of them equally. The GPU is idle at the start of each turn. The result is the ratio of
-the times of this tree and of BASE, each the mean of its two processes: the median over the rounds, and the interval that
-contains the median with 95% probability (order statistics).
+the times of this tree and of BASE, each the mean of its two processes: the median over the rounds, and the interval
+that contains the median with 95% probability (order statistics).
 """
 
 from __future__ import annotations
