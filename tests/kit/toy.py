@@ -15,6 +15,7 @@ from fusedmoe.ops import Dgrad, DScale, DSwiGLU, GeGLU, GroupedLinear, Scale, Sc
 E, H, I = 3, 8, 4  # noqa: E741  (experts, hidden, intermediate)
 SPLITS = (3, 0, 4)
 ROWS = 9  # two of them belong to no expert
+IN = ("input", "fc.weight", "offsets")  # of a rule whose first slot is fc
 
 
 def experts(*, scale=False, dtype=torch.float64, act=SwiGLU, **options):
@@ -93,128 +94,123 @@ def bound(run, guard=None):
     return bind
 
 
-def gemm(name="toy.gemm", *, launches=1, guard=None, extra_bytes=0):
+def rule(
+    name, slots, needs=(), gives=("output",), *, run=None, direction="forward", guard=None, check=None, available=None,
+    takes_quantized=False, **step,
+):  # fmt: skip
+    """A rule made of its parts.
+
+    ``run(rule, keep)`` returns the function of a step; without it, the rule is planned and never runs. ``guard`` may
+    decline a call, ``check(rule, ctx)`` a match, ``available(device, arch)`` a device. Values may be functions of the
+    rule.
+    """
+
+    def values(rule, given):
+        return given(rule) if callable(given) else given
+
+    def offer(self, ctx):
+        if check is not None:
+            check(self, ctx)
+        return Step(needs=values(self, needs), gives=values(self, gives), **step)
+
+    body = {"__annotations__": slots, "__module__": __name__, "offer": offer, "takes_quantized": takes_quantized}
+    if run is not None:
+        body["build"] = lambda self, ctx, keep: bound(run(self, keep), guard)
+    if available is not None:
+        body["available"] = staticmethod(available)
+    return type(FusionRule)("Rule", (FusionRule,), body, name=name, direction=direction)
+
+
+def needs_sm90(device, arch):
+    fm.require(arch == 90, "needs sm_90, this device is %s", device)
+
+
+def gemm(name="toy.gemm", *, guard=None, **step):
     """One GroupedLinear."""
 
-    class Gemm(FusionRule, name=name, direction="forward"):
-        fc: GroupedLinear
+    def check(self, ctx):
+        fm.require(self.fc.bias is None, "a bias is not taken, use bias=False")
 
-        def offer(self, ctx):
-            fm.require(self.fc.bias is None, "a bias is not taken, use bias=False")
-            return Step(
-                needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True,
-                launches=launches, extra_bytes=extra_bytes,
-            )  # fmt: skip
-
-        def build(self, ctx, keep):
-            return bound(grouped_mm, guard)
-
-    return Gemm
+    return rule(
+        name, {"fc": GroupedLinear}, IN, run=lambda self, keep: grouped_mm, check=check, guard=guard,
+        zeroes_tail=True, **step,
+    )  # fmt: skip
 
 
-def gemm_glu(name="toy.gemm_glu", *, launches=1, guard=None, keeps=("act.input",), calls=None):
+def gemm_glu(name="toy.gemm_glu", *, guard=None, keeps=("act.input",), calls=None, **step):
     """GroupedLinear, SwiGLU or GeGLU, and a Scale where there is one; it can keep what went into the activation."""
 
-    class GemmGLU(FusionRule, name=name, direction="forward"):
-        fc: GroupedLinear
-        act: SwiGLU | GeGLU
-        scale: Scale | None
+    def check(self, ctx):
+        fm.require(self.act.limit is None, "limit %s is not taken, use limit=None", self.act.limit)
 
-        def offer(self, ctx):
-            fm.require(self.act.limit is None, "limit %s is not taken, use limit=None", self.act.limit)
-            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
-            return Step(
-                needs=("input", "fc.weight", "offsets", *probs), gives=("output",), keeps=keeps, zeroes_tail=True,
-                launches=launches,
-            )  # fmt: skip
+    def run(self, keep):
+        def flat(x, weight, offsets, probs):
+            if calls is not None:
+                calls.append((name, keep))
+            h = grouped_mm(x, weight, offsets)
+            y = self.act.compute(h)
+            return (y if probs is None else self.scale.compute(y, probs), *(h for _ in keep))
 
-        def build(self, ctx, keep):
-            def run(x, weight, offsets, *probs):
-                if calls is not None:
-                    calls.append((name, keep))
-                h = grouped_mm(x, weight, offsets)
-                y = self.act.compute(h)
-                if probs:
-                    y = self.scale.compute(y, *probs)
-                return (y, *(h for _ in keep))
+        return flat
 
-            return bound(run, guard)
-
-    return GemmGLU
+    slots = {"fc": GroupedLinear, "act": SwiGLU | GeGLU, "scale": Scale | None}
+    needs = (*IN, "scale.factor")
+    return rule(name, slots, needs, run=run, check=check, guard=guard, keeps=keeps, zeroes_tail=True, **step)
 
 
-def glu_scale(name="toy.glu_scale", *, launches=1):
+def glu_scale(name="toy.glu_scale", **step):
     """SwiGLU, and a Scale where there is one."""
 
-    class GLUScale(FusionRule, name=name, direction="forward"):
-        act: SwiGLU
-        scale: Scale | None
+    def run(self, keep):
+        return lambda x, probs: self.act.compute(x) if probs is None else self.scale.compute(self.act.compute(x), probs)
 
-        def offer(self, ctx):
-            probs = () if self.scale is None else (f"scale.{self.scale.name}",)
-            return Step(needs=("act.input", *probs), gives=("output",), launches=launches)
-
-        def build(self, ctx, keep):
-            def run(x, *probs):
-                y = self.act.compute(x)
-                return self.scale.compute(y, *probs) if probs else y
-
-            return bound(run)
-
-    return GLUScale
+    return rule(name, {"act": SwiGLU, "scale": Scale | None}, ("act.input", "scale.factor"), run=run, **step)
 
 
-def dgrad_dglu(name="toy.dgrad_dglu", *, launches=1, guard=None, recomputes=True, calls=None):
+def dgrad_dglu(name="toy.dgrad_dglu", *, guard=None, recomputes=True, calls=None, **step):
     """FC2's data gradient, the Scale's two gradients where there are, and the GLU's derivative. What went into FC2 is
     computed again, for FC2's weight gradient.
     """
 
-    class DgradDGLU(FusionRule, name=name, direction="backward"):
-        dgrad: Dgrad
-        dprobs: ScaleGrad | None
-        dscale: DScale | None
-        dact: DSwiGLU
+    def needs(self):
+        probs = () if self.dscale is None else (f"dscale.{self.dscale.op.name}",)
+        return ("grad_output", "dgrad.weight", "offsets", "dact.input", *probs)
 
-        def offer(self, ctx):
-            probs = () if self.dscale is None else (f"dscale.{self.dscale.op.name}",)
-            gives = () if self.dprobs is None else (f"dprobs.grad_{self.dprobs.op.name}",)
-            return Step(
-                needs=("grad_output", "dgrad.weight", "offsets", "dact.input", *probs), gives=("grad_input", *gives),
-                keeps=("dgrad.input",) if recomputes else (), zeroes_tail=True, launches=launches,
-            )  # fmt: skip
+    def gives(self):
+        return ("grad_input", *(() if self.dprobs is None else (f"dprobs.grad_{self.dprobs.op.name}",)))
 
-        def build(self, ctx, keep):
-            def run(dy, weight, offsets, h, *probs):
-                if calls is not None:
-                    calls.append((name, keep))
-                d = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
-                y = self.dact.op.compute(h)
-                given = []
-                if self.dprobs is not None:
-                    given.append(self.dprobs.compute(d, y, *probs))
-                if self.dscale is not None:
-                    d, y = self.dscale.compute(d, *probs), self.dscale.op.compute(y, *probs)
-                return (self.dact.compute(d, h), *given, *(y for _ in keep))
+    def run(self, keep):
+        def flat(dy, weight, offsets, h, *probs):
+            if calls is not None:
+                calls.append((name, keep))
+            d = grouped_mm_dgrad(dy.contiguous(), weight, offsets)
+            y = self.dact.op.compute(h)
+            given = []
+            if self.dprobs is not None:
+                given.append(self.dprobs.compute(d, y, *probs))
+            if self.dscale is not None:
+                d, y = self.dscale.compute(d, *probs), self.dscale.op.compute(y, *probs)
+            return (self.dact.compute(d, h), *given, *(y for _ in keep))
 
-            return bound(run, guard)
+        return flat
 
-    return DgradDGLU
+    slots = {"dgrad": Dgrad, "dprobs": ScaleGrad | None, "dscale": DScale | None, "dact": DSwiGLU}
+    return rule(
+        name, slots, needs, gives, run=run, direction="backward", guard=guard, zeroes_tail=True,
+        keeps=("dgrad.input",) if recomputes else (), **step,
+    )  # fmt: skip
 
 
-def wgrad(name="toy.wgrad", *, launches=1, guard=None):
+def wgrad(name="toy.wgrad", *, guard=None, change=lambda gradient: gradient, **step):
     """One weight gradient."""
 
-    class WgradRule(FusionRule, name=name, direction="backward"):
-        wgrad: Wgrad
+    def run(self, keep):
+        return lambda dy, x, offsets: change(grouped_mm_wgrad(dy.contiguous(), x, offsets))
 
-        def offer(self, ctx):
-            needs = ("grad_output", "wgrad.input", "offsets")
-            return Step(needs=needs, gives=("wgrad.grad_weight",), launches=launches)
-
-        def build(self, ctx, keep):
-            return bound(lambda dy, x, offsets: grouped_mm_wgrad(dy.contiguous(), x, offsets), guard)
-
-    return WgradRule
+    needs = ("grad_output", "wgrad.input", "offsets")
+    return rule(
+        name, {"wgrad": Wgrad}, needs, ("wgrad.grad_weight",), run=run, direction="backward", guard=guard, **step
+    )
 
 
 def refuse(*_tensors):

@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-from kit.toy import only_plan
+from kit.toy import only_plan, rule
 from torch import nn
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.fusion.language.rule import FusionRule
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.numerics.formats import E4M3, Format, Quantizer, ScaleRule
@@ -34,6 +33,10 @@ def experts(dtype=BF16, device=None, **options):
 def call(dtype=BF16, device=None, rows=20):
     x = torch.zeros(rows, H, dtype=dtype, device=device, requires_grad=True)
     return x, {"splits": torch.tensor([5, 0, 12, 3], device=device)}
+
+
+def needs_sm100(device, arch):
+    fm.require(arch == 100, "needs sm_100")
 
 
 FORWARD = ["sm90.grouped_gemm_activation", "sm90.grouped_gemm"]
@@ -88,7 +91,6 @@ def test_constraints_are_those_of_the_architecture():
     plan = only_plan_of(experts(torch.float32).explain(x, arch=90, **named))
     assert plan.fused == ()
     assert {step.nearest_miss.status for step in plan.unfused} == {Status.CONSTRAINT}
-    assert "input is float32, not bfloat16 or float16" in str(plan)
     assert [label for label, _ in plan.missed] == [op for step in plan.steps for op in step.ops]
 
 
@@ -137,21 +139,6 @@ def test_under_a_recipe_without_kernels_no_gpu_has_one(arch):
     assert {*products} <= {*plan.without_kernel}
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_row"])
-def test_dequantized_products_of_hopper(recipe):
-    x, named = call()
-    with fm.recipe(recipe):
-        (plan,) = experts().explain(x, arch=90, **named).plans
-    rules = {s.ops[0]: (s.rule, s.path) for s in plan.steps}
-    native = (None, "native")  # E4M3 by E4M3 with scales of rows: torch multiplies the codes
-    forward = native if recipe.startswith("fp8") else ("sm90.dequantized_gemm", "")
-    assert rules["0.GroupedLinear"] == rules["2.GroupedLinear"] == forward
-    assert rules["2.Dgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_dgrad", ""))
-    assert rules["0.Wgrad"] == (native if recipe == "fp8_row" else ("sm90.dequantized_wgrad", ""))
-    assert rules["2:input.Quantize"] == ("sm90.quantize", "")
-    assert rules["2:grad.QuantizeGrad"] == ("sm90.quantize_grad", "")
-
-
 def test_a_recipe_with_kernels_is_fused_on_a_gpu():
     x, named = call()
     with fm.recipe("fp8_block"):
@@ -180,16 +167,9 @@ def test_a_recipe_with_kernels_is_fused_on_a_gpu():
 
 
 def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_all_the_same():
-    class Quantized(FusionRule, name="toy.quantized", direction="forward"):
-        fc: fm.GroupedLinear
-        takes_quantized = True
-
-        @classmethod
-        def available(cls, device, arch):
-            fm.require(arch == 100, "needs sm_100")
-
+    quantized = rule("toy.quantized", {"fc": fm.GroupedLinear}, takes_quantized=True, available=needs_sm100)
     x, named = call()
-    with fm.register(Quantized), fm.recipe("fp8_row"):
+    with fm.register(quantized), fm.recipe("fp8_row"):
         step = next(s for s in experts().explain(x, **named).steps if s.ops == ("0.GroupedLinear",))
     assert step.why == "toy.quantized: UNAVAILABLE: needs sm_100"
 
@@ -198,11 +178,9 @@ def test_an_architecture_without_kernels():
     x, named = call()
     explanation = experts().explain(x, arch=80, **named)
     assert explanation.plans[0].fused == ()
-    assert "there are no kernels for these ops on sm_80 yet" in str(explanation)
-    with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_80 yet"):
-        explanation.raise_if_missed()
-    with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_80 yet"):
-        fm.explain(experts(), arch=80).raise_if_missed()
+    for found in (explanation, fm.explain(experts(), arch=80)):
+        with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_80 yet"):
+            found.raise_if_missed()
 
 
 def blackwell(recipe="mxfp8", arch=100, rows=20, moe=False):
@@ -270,35 +248,22 @@ def test_no_padding_without_packed_rows(recipe, arch):
     assert "padded to a multiple" not in str(plan)
 
 
-def test_a_layer_on_blackwell():
+@pytest.mark.parametrize(
+    ("recipe", "rules", "unfused"),
+    [
+        ("mxfp8", "dispatch gathered_quantize grouped_gemm_combine grouped_dgrad_ddispatch", set()),
+        # products are torch's, as those of weight gradients in plain PyTorch are
+        ("bf16", "dispatch grouped_mm activation combine grouped_mm_dgrad dactivation ddispatch", {"Wgrad"}),
+    ],
+)
+def test_a_layer_on_blackwell(recipe, rules, unfused):
     """The router, whose products are those of Hopper, runs in plain PyTorch."""
-    (plan,) = blackwell(moe=True).plans
-    fused = {step.rule for step in plan.fused}
-    sums = {"sm100.grouped_gemm_combine", "sm100.grouped_dgrad_ddispatch"}
-    assert {"sm100.dispatch", "sm100.gathered_quantize", *sums} <= fused
-    unfused = {op.rpartition(".")[2] for step in plan.unfused for op in step.ops}
-    assert unfused == {"Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
-    assert "needs an sm_90 GPU, this one is sm_100" in " ".join(str(plan).split())
-    assert plan.packed_rows == (40, E * 256)
-
-
-def test_bf16_on_blackwell():
-    """Products are torch's; those of weight gradients, and the router, need no kernel of this package."""
-    (plan,) = blackwell("bf16", moe=True).plans
-    rules = "dispatch", "grouped_mm", "activation", "combine", "grouped_mm_dgrad", "dactivation", "ddispatch"
-    assert {step.rule for step in plan.fused} >= {f"sm100.{name}" for name in rules}
-    unfused = {op.rpartition(".")[2] for step in plan.unfused for op in step.ops}
-    assert unfused == {"Router", "Wgrad", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
+    (plan,) = blackwell(recipe, moe=True).plans
+    assert {step.rule for step in plan.fused} >= {f"sm100.{name}" for name in rules.split()}
+    router = {"Router", "RouterLogitsGrad", "RouterWeightGrad", "DRouter"}
+    assert {op.rpartition(".")[2] for step in plan.unfused for op in step.ops} == router | unfused
     fp32 = experts().float().explain(torch.zeros(20, H, requires_grad=True), arch=100, **call()[1])
     assert "there are no kernels for these ops on sm_100 yet" in str(fp32)
-
-
-@pytest.mark.parametrize("arch", ["nine", 9.0, 9, True, 900, "", [90]])
-def test_what_is_no_architecture(arch):
-    x, named = call()
-    for ask in (lambda: experts().explain(x, arch=arch, **named), lambda: fm.explain(experts(), arch=arch)):
-        with pytest.raises(fm.InputError, match="explain: arch: expected a number such as 90, for sm_90"):
-            ask()
 
 
 @pytest.mark.parametrize("arch", ["90", "sm_90", "sm_90a", "SM90"])
@@ -309,12 +274,15 @@ def test_an_architecture_by_name(arch):
 
 def test_wrong_input_is_refused_as_in_a_call():
     x, named = call()
-    with pytest.raises(fm.InputError, match="'splits' is missing"):
-        experts().explain(x, arch=90)
-    with pytest.raises(fm.InputError, match="expected shape"):
-        experts().explain(x[:, :8], arch=90, **named)
-    with pytest.raises(fm.InputError, match="expected rows, got a scalar"):
-        experts().explain(torch.zeros(()), arch=90, **named)
+    for wrong, given, text in (
+        (x, {}, "'splits' is missing"),
+        (x[:, :8], named, "shape"),
+        (x[0, 0], named, "a scalar"),
+    ):
+        with pytest.raises(fm.InputError, match=text):
+            experts().explain(wrong, arch=90, **given)
+    with pytest.raises(fm.InputError, match="explain: dtype: expected with arch="):
+        fm.explain(experts(), dtype=BF16)
 
 
 def test_packages_that_this_machine_lacks_are_assumed_and_named(monkeypatch):
@@ -356,12 +324,8 @@ def test_a_module_in_front_of_a_chain_is_called_without_memory():
     chain = fm.Sequential(*experts(), foreign, after, nn.Identity())
     x, named = call()
     explanation = chain.explain(x, arch=90, **named)
-    assert [title.partition(":")[0] for title, _ in explanation.parts] == [
-        "chain 0 to 2",
-        "module 3",
-        "chain 4",
-        "module 5",
-    ]
+    titles = [title.partition(":")[0] for title, _ in explanation.parts]
+    assert titles == ["chain 0 to 2", "module 3", "chain 4", "module 5"]
     assert used(explanation.plans[1]) == ["sm90.grouped_gemm", "sm90.grouped_wgrad", "sm90.grouped_dgrad"]
     assert foreign.called_on == ["FakeTensor"]
     assert foreign.linear.weight.grad is None
@@ -383,8 +347,7 @@ def hooked(module):
     return module
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("device", "nested"), [("cpu", False), ("meta", True)])
 def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
     """An op, or a nested Sequential, with a hook is a module; on tensors without memory there is nothing to compute."""
     up, act, down = experts(device=device)
@@ -397,18 +360,21 @@ def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
     assert used(plan) == [*([] if nested else ["sm90.activation"]), "sm90.grouped_gemm", *backward]
 
 
-def test_a_call_that_is_made_to_explain_is_computed():
-    """Only tensors without memory have no values: a module's explain_rows() may call what it likes."""
-    (x, named), chain = call(), experts()
-    x = torch.randn_like(x)
-    expected = chain(x, **named)
-    assert expected.abs().sum() > 0
+class Foreign(nn.Module):
+    """Tensors with memory are computed: explain_rows() may call what it likes."""
 
-    class Foreign(nn.Module):
-        def explain_rows(self, rows):
-            torch.testing.assert_close(chain(x, **named), expected)
-            return chain.explain(x, **named)
+    def __init__(self):
+        super().__init__()
+        self.inner = experts()
 
+    def explain_rows(self, rows):
+        (x, named) = call()
+        x = torch.randn_like(x)
+        assert self.inner(x, **named).any()
+        return self.inner.explain(torch.zeros(rows, H, dtype=BF16), splits=torch.tensor([rows, 0, 0, 0]))
+
+
+def test_a_module_that_explains_rows_need_not_know_of_it():
     (group,) = fm.explain(Foreign(), arch=90).groups
     assert group.note == ""
     assert group.explanation.plans[0].fused
@@ -425,14 +391,6 @@ def test_a_module_that_reads_what_it_is_given_is_named():
 
 
 # ---- layers and models ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_a_layer(device):
-    layer = fm.MoE(H, I, E, 2, dtype=BF16, device=device)
-    plan = only_plan_of(layer.explain(torch.zeros(10, H, dtype=BF16, device=device, requires_grad=True), arch=90))
-    assert not plan.unfused
-    assert plan.fused[0].rule == "sm90.router_dispatch"
 
 
 def test_a_model_on_the_meta_device():
@@ -464,27 +422,6 @@ def test_another_dtype_is_named_with_the_one_that_was_given():
     assert plan.dtype == "bfloat16"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, "bfloat16"])
-def test_what_is_no_dtype_to_plan_in(dtype):
-    with pytest.raises(fm.InputError, match="explain: dtype: expected a floating-point"):
-        fm.explain(experts(), arch=90, dtype=dtype)
-    with pytest.raises(fm.InputError, match="explain: dtype: expected with arch="):
-        fm.explain(experts(), dtype=dtype)
-
-
-def test_a_module_that_explains_rows_need_not_know_of_it():
-    class Foreign(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = experts()
-
-        def explain_rows(self, rows):
-            return self.inner.explain(torch.zeros(rows, H, dtype=BF16), splits=torch.tensor([rows, 0, 0, 0]))
-
-    (plan,) = fm.explain(Foreign(), arch=90).plans
-    assert plan.fused
-
-
 def test_a_model_that_has_nothing_to_fuse_or_cannot_be_planned_is_no_success():
     with pytest.raises(fm.FusionError, match="no module of this model runs on fusedmoe"):
         fm.explain(nn.Linear(3, 3), arch=90).raise_if_missed()
@@ -514,14 +451,7 @@ def test_what_is_switched_off_is_missed():
 
 
 def test_a_rule_for_another_architecture_is_no_miss():
-    class OfAnother(FusionRule, name="toy.of_another", direction="forward"):
-        fc: fm.Linear
-
-        @classmethod
-        def available(cls, device, arch):
-            fm.require(arch == 100, "needs sm_100")
-
-    with fm.register(OfAnother):
+    with fm.register(rule("toy.of_another", {"fc": fm.Linear}, available=needs_sm100)):
         explanation = fm.explain(fm.Sequential(fm.Linear(H, H, dtype=BF16)), arch=90)
         explanation.raise_if_missed()
         (plan,) = explanation.plans
@@ -537,10 +467,9 @@ def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_w
     for _ in range(2):
         with fm.strict(unavailable=True), pytest.raises(fm.FusionError, match=text):
             chain(x, **named)
-    with fm.strict(unavailable=True), fm.strict():
-        chain(x, **named)
-    with fm.strict(unavailable=True), fm.strict(False):
-        chain(x, **named)
+    for enabled in (True, False):
+        with fm.strict(unavailable=True), fm.strict(enabled):
+            chain(x, **named)
     with fm.strict(False, unavailable=True):
         chain(x, **named)
     with fm.strict(unavailable=True), fm.recipe(WITHOUT_KERNELS):
@@ -551,11 +480,10 @@ def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_w
         assert chain.explain(x, **named).missed  # says so, and raises nothing
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_strict_with_unavailable_under_torch_compile(dynamic):
+def test_strict_with_unavailable_under_torch_compile():
     chain, (x, named) = experts(), call()
     torch._dynamo.reset()
-    compiled = torch.compile(chain, backend="eager", dynamic=dynamic)
+    compiled = torch.compile(chain, backend="eager", dynamic=True)
     with fm.strict():
         compiled(x, **named)
     with fm.strict(unavailable=True), pytest.raises(Exception, match="UNAVAILABLE: needs an sm_90 GPU"):

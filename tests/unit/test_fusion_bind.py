@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit import toy
-from kit.toy import E, H, experts, inputs, only_plan, outcome, rows
+from kit.toy import IN, E, H, experts, inputs, only_plan, outcome, rows, rule
 from torch import nn
 
 import fusedmoe as fm
@@ -14,36 +14,27 @@ from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
 from fusedmoe.ops import Dgrad, GroupedLinear, SwiGLU
 
 
-class Log(list):
-    """What was bound and what ran, as ("bind" or "run", label)."""
-
-    def count_of(self, what):
-        return len([entry for entry in self if entry == what])
-
-
 def bound_gemm(log, declines=None, run_declines=None):
-    class Gemm(FusionRule, name="toy.bound", direction="forward"):
-        fc: GroupedLinear
+    """It logs "bind" and "run"."""
+    gemm = rule("toy.bound", {"fc": GroupedLinear}, IN, zeroes_tail=True)
 
-        def offer(self, ctx):
-            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+    def bind(self, ctx, x, weight, offsets):
+        log.append("bind")
+        if declines is not None:
+            declines(x)
+        kind = x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype
 
-        def bind(self, ctx, x, weight, offsets):
-            log.append("bind")
-            if declines is not None:
-                declines(x, weight)
-            kind = x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype
+        def run(x, weight, offsets):
+            log.append("run")
+            if run_declines is not None:
+                run_declines(x)
+            assert (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype) == kind
+            return grouped_mm(x, weight, offsets)
 
-            def run(x, weight, offsets):
-                log.append("run")
-                if run_declines is not None:
-                    run_declines(x)
-                assert (x.shape, x.stride(), weight.shape, weight.stride(), x.dtype, weight.dtype) == kind
-                return grouped_mm(x, weight, offsets)
+        return run
 
-            return run
-
-    return Gemm
+    gemm.bind = bind
+    return gemm
 
 
 @pytest.fixture
@@ -58,14 +49,6 @@ def call(layer, x=None, **named):
     with fm.disabled("*"), torch.no_grad():
         assert torch.equal(y, layer(x, **named))
     return y
-
-
-def test_bound_once_for_calls_of_a_kind(layer):
-    log = Log()
-    with fm.register(bound_gemm(log)):
-        for _ in range(3):
-            call(layer)
-    assert log == ["bind", "run", "run", "run"]
 
 
 def moved(t, offset):
@@ -93,11 +76,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
-def test_what_is_bound_anew(layer, change):
-    log, x = Log(), rows()
+def test_bound_once_for_calls_of_a_kind_and_anew_for_another(layer, change):
+    log, x = [], rows()
     with fm.register(bound_gemm(log)):
-        call(layer, x)
-        call(layer, x)
+        for _ in range(2):
+            call(layer, x)
         other = change(layer, x)
         other = other if isinstance(other, torch.Tensor) else x
         for _ in range(2):
@@ -105,9 +88,11 @@ def test_what_is_bound_anew(layer, change):
     assert log == ["bind", "run", "run"] * 2
 
 
-def test_what_is_not(layer):
-    log, x = Log(), rows()
+def test_not_bound_anew(layer):
+    log, x = [], rows()
     with fm.register(bound_gemm(log)):
+        assert only_plan(layer, x, **inputs()).fused
+        assert not log, "explain binds nothing"
         call(layer, x)
         call(layer, torch.randn_like(x).requires_grad_())
         call(layer, x, splits=torch.tensor([0, 0, 4]))
@@ -115,24 +100,15 @@ def test_what_is_not(layer):
         call(layer, x)
         layer[0].weight = nn.Parameter(torch.randn_like(layer[0].weight))
         call(layer, x)
-    assert log == ["bind"] + ["run"] * 5
-
-
-def test_kinds_in_turns_are_each_bound_once(layer):
-    log = Log()
-    with fm.register(bound_gemm(log)):
-        for count in (9, 12, 9, 12, 9):
+        assert log == ["bind"] + ["run"] * 5
+        for count in (12, 9, 12, 9):  # kinds in turns
             call(layer, rows(count))
-    assert (log.count_of("bind"), log.count_of("run")) == (2, 5)
+    assert (log.count("bind"), log.count("run")) == (2, 9)
 
 
 def test_a_kind_that_bind_declines_is_asked_for_at_every_call(layer, caplog):
-    log = Log()
-
-    def declines(x, weight):
-        fm.require(x.shape[0] != 12, "%d rows", x.shape[0])
-
-    with fm.register(bound_gemm(log, declines)):
+    log = []
+    with fm.register(bound_gemm(log, lambda x: fm.require(x.shape[0] != 12, "%d rows", x.shape[0]))):
         for count in (9, 12, 12, 9):
             call(layer, rows(count))
         assert log == ["bind", "run", "bind", "bind", "run"]
@@ -144,13 +120,9 @@ def test_a_kind_that_bind_declines_is_asked_for_at_every_call(layer, caplog):
     assert said == ["0.GroupedLinear: toy.bound declined this call: 12 rows; it runs unfused"]
 
 
-def test_what_was_bound_may_decline_too(layer, caplog):
-    log, refusing = Log(), []
-
-    def run_declines(x):
-        fm.require(not refusing, "not now")
-
-    with fm.register(bound_gemm(log, run_declines=run_declines)):
+def test_a_bound_function_may_decline_too(layer, caplog):
+    log, refusing = [], []
+    with fm.register(bound_gemm(log, run_declines=lambda x: fm.require(not refusing, "not now"))):
         call(layer)
         refusing.append(True)
         call(layer)
@@ -162,13 +134,16 @@ def test_what_was_bound_may_decline_too(layer, caplog):
     assert len([r for r in caplog.records if "not now" in r.getMessage()]) == 1
 
 
-def test_nothing_to_do_is_no_fallback(layer, caplog):
-    def declines(x, weight):
+def test_nothing_to_do_is_no_fallback_and_a_bug_is_a_bug(layer, caplog):
+    def nothing(x):
         if not x.shape[0]:
             raise NothingToDo("no rows")
+        raise KeyError("oops")
 
-    with fm.register(bound_gemm(Log(), declines)), fm.strict():
+    with fm.register(bound_gemm([], nothing)), fm.strict():
         y = layer(rows(0), splits=torch.zeros(E, dtype=torch.int64))
+        with pytest.raises(KeyError, match="oops"):
+            layer(rows(), **inputs())
     assert y.shape == (0, 16)
     assert not caplog.records
 
@@ -183,8 +158,7 @@ def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
         act: SwiGLU
 
         def offer(self, ctx):
-            needs = ("input", "fc.weight", "offsets")
-            return Step(needs=needs, gives=("output",), keeps=("act.input",), zeroes_tail=True)
+            return Step(needs=IN, gives=("output",), keeps=("act.input",), zeroes_tail=True)
 
         def bind(self, ctx, x, weight, offsets):
             keep = ctx.keep
@@ -216,29 +190,25 @@ def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
 
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
     log = []
+    needs = ("grad_output", "dgrad.weight", "offsets")
+    bound_dgrad = rule("toy.bound_dgrad", {"dgrad": Dgrad}, needs, ("grad_input",), direction="backward")
 
-    class DgradRule(FusionRule, name="toy.bound_dgrad", direction="backward"):
-        dgrad: Dgrad
+    def bind(self, ctx, dy, weight, offsets):
+        strides = dy.stride()
+        log.append(strides)
 
-        def offer(self, ctx):
-            return Step(needs=("grad_output", "dgrad.weight", "offsets"), gives=("grad_input",))
+        def run(dy, weight, offsets):
+            assert dy.stride() == strides
+            return grouped_mm_dgrad(dy.contiguous(), weight, offsets)
 
-        def bind(self, ctx, dy, weight, offsets):
-            log.append(dy.stride())
-            strides = dy.stride()
+        return run
 
-            def run(dy, weight, offsets):
-                assert dy.stride() == strides
-                return grouped_mm_dgrad(dy.contiguous(), weight, offsets)
-
-            return run
-
+    bound_dgrad.bind = bind
     layer, x = fm.Sequential(GroupedLinear(E, H, 16, dtype=torch.float64)), rows()
     grad = torch.randn(9, 16, dtype=torch.float64)
-    with fm.register(DgradRule):
+    with fm.register(bound_dgrad):
         for gradient in (grad, grad, grad[:1, :1].expand(9, 16), grad, columns(grad), columns(grad)):
-            y = layer(x, **inputs())
-            (dx,) = torch.autograd.grad(y, [x], gradient)
+            (dx,) = torch.autograd.grad(layer(x, **inputs()), [x], gradient)
             with fm.disabled("*"):
                 (expected,) = torch.autograd.grad(layer(x, **inputs()), [x], gradient)
             assert torch.equal(dx, expected)
@@ -247,30 +217,7 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
 
 @pytest.mark.parametrize("returned", [lambda y: (y,), lambda y: [y]], ids=["tuple", "list"])
 def test_one_result_may_come_in_a_tuple(layer, returned):
-    class Gemm(FusionRule, name="toy.wrapped", direction="forward"):
-        fc: GroupedLinear
-
-        def offer(self, ctx):
-            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",))
-
-        def build(self, ctx, keep):
-            return toy.bound(lambda *t: returned(grouped_mm(*t)))
-
-    with fm.register(Gemm):
+    wrapped = rule("toy.wrapped", {"fc": GroupedLinear}, IN, run=lambda self, keep: lambda *t: returned(grouped_mm(*t)))
+    with fm.register(wrapped):
         for _ in range(3):
             call(layer)
-
-
-def test_a_bug_in_bind_is_a_bug(layer):
-    def declines(x, weight):
-        return {}["oops"]
-
-    with fm.register(bound_gemm(Log(), declines)), pytest.raises(KeyError, match="oops"):
-        layer(rows(), **inputs())
-
-
-def test_explain_binds_nothing(layer):
-    log = Log()
-    with fm.register(bound_gemm(log)):
-        assert only_plan(layer, rows(), **inputs()).fused
-    assert not log

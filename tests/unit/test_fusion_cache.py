@@ -1,6 +1,6 @@
 """The plan cache: one plan for one kind of call, and a new one for everything that a rule may look at."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -25,7 +25,7 @@ def plans(chain):
 
 @pytest.fixture
 def called():
-    """A scaled chain that was called once, and what it was called with."""
+    """A scaled chain that was called once, and its arguments."""
     chain = experts(scale=True)
     x, named = rows(), inputs(scale=True)
     chain(x, **named)
@@ -42,79 +42,97 @@ def deterministic():
         torch.use_deterministic_algorithms(False)
 
 
+def routed(count):
+    probs = torch.rand(count, dtype=torch.float64, requires_grad=True)
+    return rows(count), {"splits": torch.tensor([count, 0, 0]), "probs": probs}
+
+
 def test_the_same_kind_of_call_has_the_same_plan(called):
     chain, x, named = called
     (plan,) = plans(chain)
-    chain(x, **named)
     chain(torch.randn_like(x).requires_grad_(), **named)
-    chain(rows(15), splits=torch.tensor([0, 0, 15]), probs=torch.rand(15, dtype=torch.float64, requires_grad=True))
     chain.explain(x, **named)
+    chain[1]._note = ["unhashable"]  # a private attribute is no part of the key
     with fm.strict(), fm.recipe("bf16"), fm.disabled():
         chain(x, **named)
-    assert plans(chain) == [plan]
-    assert plans(chain)[0] is plan
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        torch.no_grad,
-        torch.inference_mode,
-        lambda: fm.recipe(Tuned()),
-        lambda: fm.disabled("nothing.*"),
-        lambda: fm.register(gemm("toy.unrelated", launches=99)),
-        deterministic,
-    ],
-    ids=["no grad", "inference mode", "recipe", "disabled pattern", "new rule", "deterministic"],
-)
-def test_what_holds_around_a_call(called, context):
-    chain, x, named = called
-    with context():
-        chain(x, **named)
-        assert len(plans(chain)) == 2
-        chain(x, **named)
-        assert len(plans(chain)) == 2
-
-
-def test_the_environment(called, monkeypatch):
-    chain, x, named = called
-    monkeypatch.setenv("FUSEDMOE_DISABLE", "nothing")
+    with torch.no_grad():
+        chain[0].weight.add_(1)
+    chain[0].weight = torch.nn.Parameter(chain[0].weight.detach().clone())
     chain(x, **named)
-    assert len(plans(chain)) == 2
+    for count in (8, 15):  # rows count as powers of two
+        x, named = routed(count)
+        chain(x, **named)
+    assert len(plans(chain)) == 1
+    assert plans(chain)[0] is plan
+    other = experts(scale=True)
+    other(x, **named)
+    assert plans(other)[0] is not plan
 
 
-def test_a_value_of_the_recipe(called):
+CONTEXTS = {
+    "no grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+    "recipe": lambda: fm.recipe(Tuned()),
+    "disabled pattern": lambda: fm.disabled("nothing.*"),
+    "new rule": lambda: fm.register(gemm("toy.unrelated", launches=99)),
+    "deterministic": deterministic,
+}
+
+
+def set_(op, **attributes):
+    for name, value in attributes.items():
+        setattr(op, name, value)
+
+
+CHANGES = {
+    "attribute": lambda chain, x, named: set_(chain[1], limit=0.01),
+    "new attribute": lambda chain, x, named: set_(chain[1], note="fast"),
+    "bias": lambda chain, x, named: set_(chain[0], bias=torch.nn.Parameter(torch.zeros(E, 2 * I).double())),
+    "eval": lambda chain, x, named: chain.eval() and None,
+    "dtype of splits": lambda chain, x, named: (x, named | {"splits": named["splits"].int()}),
+    "dtype of probs": lambda chain, x, named: (x, named | {"probs": named["probs"].detach().float().requires_grad_()}),
+    "dtype": lambda chain, x, named: (chain.float() and x.detach().float().requires_grad_(), named),
+    "device": lambda chain, x, named: (
+        chain.to("meta") and x.detach().to("meta").requires_grad_(),
+        {name: t.to("meta") for name, t in named.items()},
+    ),
+    **{f"{count} rows": lambda chain, x, named, count=count: routed(count) for count in (7, 16, 1, 0)},
+    **{
+        f"no gradient of {name}": lambda chain, x, named, name=name: {
+            "x": x, **named, **dict(chain.named_parameters())
+        }[name].requires_grad_(False) is None
+        for name in ("x", "probs", "0.weight", "3.weight")
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", [*CONTEXTS, *CHANGES])
+def test_another_kind_of_call_has_a_plan_of_its_own(called, change):
     chain, x, named = called
-    for recipe, expected in [(Tuned(), 2), (Tuned(block=128), 2), (Tuned(block=64), 3), (fm.Recipe(), 3)]:
-        with fm.recipe(recipe):
+    given = CHANGES[change](chain, x, named) if change in CHANGES else None
+    x, named = given or (x, named)
+    with CONTEXTS.get(change, nullcontext)():
+        for _ in range(2):
             chain(x, **named)
-        assert len(plans(chain)) == expected
+            assert len(plans(chain)) == 2
 
 
-def test_an_attribute_of_an_op(called):
+def test_what_comes_back_finds_its_plan(called, monkeypatch):
     chain, x, named = called
     y = chain(x, **named)
-    chain[1].limit = 0.01
-    limited = chain(x, **named)
-    assert not torch.equal(limited, y)
-    assert len(plans(chain)) == 2
-    chain[1].limit = None
-    assert torch.equal(chain(x, **named), y)
-    assert len(plans(chain)) == 2
-
-
-def test_an_attribute_that_comes_and_goes(called):
-    chain, x, named = called
-    chain[1].note = "fast"
+    for attribute, count in (("note", 2), ("hint", 3)):
+        setattr(chain[1], attribute, "fast")
+        chain(x, **named)
+        delattr(chain[1], attribute)
+        assert torch.equal(chain(x, **named), y)
+        assert len(plans(chain)) == count
+    for recipe, count in ((Tuned(), 4), (Tuned(block=128), 4), (Tuned(block=64), 5), (fm.Recipe(), 5)):
+        with fm.recipe(recipe):
+            chain(x, **named)
+        assert len(plans(chain)) == count
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "nothing")
     chain(x, **named)
-    assert len(plans(chain)) == 2
-    del chain[1].note
-    chain[1].hint = "fast"
-    chain(x, **named)
-    assert len(plans(chain)) == 3
-    del chain[1].hint
-    chain(x, **named)
-    assert len(plans(chain)) == 3
+    assert len(plans(chain)) == 6
 
 
 def test_a_parameter_that_is_set_is_no_change_of_an_op(called):
@@ -142,20 +160,7 @@ def test_autocast_in_turns():
         assert half.dtype is torch.bfloat16
         torch.testing.assert_close(half.float(), full, rtol=0.1, atol=0.02)
         assert torch.equal(chain(x, **inputs()), full)
-        assert chain(x, **inputs()).dtype is torch.float32
-
-
-def test_train_and_eval(called):
-    chain, x, named = called
-    chain.eval()(x, **named)
-    assert len(plans(chain)) == 2
-
-
-def test_a_private_attribute_is_no_part_of_the_key(called):
-    chain, x, named = called
-    chain[1]._note = ["unhashable"]
-    chain(x, **named)
-    assert len(plans(chain)) == 1
+    assert [p.dtype for p in plans(chain)] == [torch.float32, torch.bfloat16]
 
 
 def test_an_unhashable_attribute_is_refused_by_name(called):
@@ -163,96 +168,19 @@ def test_an_unhashable_attribute_is_refused_by_name(called):
     chain[1].tiles = [64, 128]
     with pytest.raises(fm.InputError, match=r"SwiGLU\(\): tiles: expected a hashable value.*tuple.*got list"):
         chain(x, **named)
-    chain[1].tiles = (64, 128)
-    chain(x, **named)
 
 
-@pytest.mark.parametrize("which", ["x", "probs", "0.weight", "3.weight"])
-def test_which_arguments_want_a_gradient(called, which):
-    chain, x, named = called
-    tensors = {"x": x, **named, **dict(chain.named_parameters())}
-    tensors[which].requires_grad_(False)
-    chain(x, **named)
-    assert len(plans(chain)) == 2
-    tensors[which].requires_grad_(True)
-    chain(x, **named)
-    assert len(plans(chain)) == 2
-
-
-def test_dtypes(called):
-    chain, x, named = called
-    chain(x, splits=named["splits"].int(), probs=named["probs"])
-    assert len(plans(chain)) == 2
-    chain(x, splits=named["splits"], probs=named["probs"].detach().float().requires_grad_())
-    assert len(plans(chain)) == 3
-    chain.float()(x.detach().float().requires_grad_(), **named)
-    assert len(plans(chain)) == 4
-
-
-def test_autocast_is_seen_through_the_dtypes():
-    chain = experts(dtype=torch.float32)
-    x = rows(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert chain(x, **inputs()).dtype is torch.bfloat16
-        assert [p.dtype for p in plans(chain)] == [torch.bfloat16]
-    assert chain(x, **inputs()).dtype is torch.float32
-    assert len(plans(chain)) == 2
-
-
-def test_the_device(called):
-    chain, x, named = called
-    with torch.device("meta"):
-        meta = experts(scale=True)
-    meta(x.to("meta"), **{k: v.to("meta") for k, v in named.items()})
-    chain.to("meta")(x.detach().to("meta").requires_grad_(), **{k: v.to("meta") for k, v in named.items()})
-    assert len(plans(chain)) == 2
-
-
-@pytest.mark.parametrize(("count", "expected"), [(8, 1), (15, 1), (7, 2), (16, 2), (1, 2), (0, 2)])
-def test_rows_count_as_powers_of_two(called, count, expected):
-    chain, _, _ = called
-    x = rows(count)
-    chain(x, splits=torch.tensor([count, 0, 0]), probs=torch.rand(count, dtype=torch.float64, requires_grad=True))
-    assert len(plans(chain)) == expected
-
-
-def test_a_bias_that_appears(called):
-    chain, x, named = called
-    chain[0].bias = torch.nn.Parameter(torch.zeros(E, 2 * I, dtype=torch.float64))
-    chain(x, **named)
-    assert len(plans(chain)) == 2
-
-
-def test_what_was_planned_before_changes_no_choice():
+def test_plans_made_before_change_no_choice():
     """The rule pays off for many rows only; a small call before does not spoil it, nor the other way round."""
-
-    def rule():
-        return gemm(launches=6)  # two launches more than plain PyTorch, and no bytes less
 
     def few_and_many(order):
         chain = fm.Sequential(fm.GroupedLinear(E, H, H, dtype=torch.float64))
-        with fm.register(rule()), torch.no_grad():
-            return {
-                n: toy.rules_used(toy.only_plan(chain, rows(n), splits=torch.tensor([n, 0, 0]))) for n in order
-            }  # fmt: skip
+        # two launches more than plain PyTorch, and no bytes less
+        with fm.register(gemm(launches=6)), torch.no_grad():
+            splits = {n: torch.tensor([n, 0, 0]) for n in order}
+            return {n: toy.rules_used(toy.only_plan(chain, rows(n), splits=splits[n])) for n in order}
 
     assert few_and_many([4, 4000]) == few_and_many([4000, 4])
-
-
-def test_two_modules_share_nothing(called):
-    chain, x, named = called
-    other = experts(scale=True)
-    other(x, **named)
-    assert plans(chain)[0] is not plans(other)[0]
-
-
-def test_plans_survive_new_parameter_values(called):
-    chain, x, named = called
-    with torch.no_grad():
-        chain[0].weight.add_(1)
-    chain[0].weight = torch.nn.Parameter(chain[0].weight.detach().clone())
-    chain(x, **named)
-    assert len(plans(chain)) == 1
 
 
 def test_an_attribute_that_always_changes_leaves_no_plans_behind(monkeypatch):

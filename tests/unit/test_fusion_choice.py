@@ -188,20 +188,3 @@ def test_the_order_of_candidates_never_decides(problem, shuffled):
     for search in (forward, backward):
         shuffled.shuffle(search.candidates)
     assert cheapest_of(forward, backward, anyway) == expected
-
-
-def test_the_joint_choice_beats_the_best_forward_and_the_best_backward():
-    """The cheapest forward cannot keep what the cheapest backward reads: the sum decides, both ways."""
-    for fused_backward, expected in [(2, [10, 2]), (7, [1, 9])]:
-        forward = line("forward", 2, [
-            candidate(0, 1, 5, ["v0"], ["v1"], fused=False),
-            candidate(1, 2, 5, ["v1"], ["v2"], fused=False),
-            candidate(0, 2, 1, ["v0"], ["v2"], inside=["v1"]),
-        ])  # fmt: skip
-        backward = line("backward", 1, [
-            candidate(0, 1, 9 if fused_backward == 7 else 20, ["grad(v2)"], ["grad(v0)"], fused=False),
-            candidate(0, 1, fused_backward, ["grad(v2)", "v1"], ["grad(v0)"]),
-        ])  # fmt: skip
-        f, b, kept = cheapest_of(forward, backward, {"v0", "v2"})
-        assert [cost(f), cost(b)] == expected
-        assert kept == ({"v1"} if fused_backward == 2 else set())

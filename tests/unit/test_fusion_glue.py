@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows
+from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rule
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.ops import Scale, SwiGLU
 from fusedmoe.ops.glue import Dequantize, DeriveOffsets, QuantizeWeight, SumGradients, ZeroTail
 
@@ -14,25 +14,19 @@ def glue(plan):
     return {step.ops[0]: step.rule for step in plan.glue}
 
 
-def rule_for(kind, name, needs, keeps=(), gives=("glue.output",), direction="forward", calls=None):
+def rule_for(kind, name, needs, gives=("glue.output",), direction="forward", calls=None):
     """A rule that computes one kind of glue as the glue itself does."""
 
-    class Rule(FusionRule, name=name, direction=direction):
-        takes_quantized = True
-        glue: kind
+    def run(self, keep):
+        def flat(*tensors):
+            if calls is not None:
+                calls.append(name)
+            return self.glue.compute(*tensors)
 
-        def offer(self, ctx):
-            return Step(needs=needs, gives=gives, keeps=keeps, zeroes_tail=True)
+        return flat
 
-        def build(self, ctx, keep):
-            def run(*tensors):
-                if calls is not None:
-                    calls.append((name, keep))
-                return self.glue.compute(*tensors)
-
-            return lambda *tensors: run
-
-    return Rule
+    options = {"direction": direction, "takes_quantized": True, "zeroes_tail": True}
+    return rule(name, {"glue": kind}, needs, gives, run=run, **options)
 
 
 def test_a_rule_derives_offsets():
@@ -53,34 +47,28 @@ def test_a_rule_derives_offsets():
 def test_a_rule_that_gives_splits_can_give_their_offsets(caplog):
     ran = []
 
-    class Sorts(FusionRule, name="toy.sorts", direction="forward"):
-        dispatch: fm.Dispatch
+    def gives(self):
+        return ("output", *(f"dispatch.{name}" for name in self.dispatch.provides), "dispatch.offsets")
 
-        def offer(self, ctx):
-            provided = tuple(f"dispatch.{name}" for name in self.dispatch.provides)
-            needs = ("input", "dispatch.expert_index", "dispatch.expert_weight")
-            return Step(needs=needs, gives=("output", *provided, "dispatch.offsets"))
+    def run(self, keep):
+        def flat(x, index, weight):
+            ran.append(len(x))
+            values = self.dispatch.compute(x, index, weight)
+            return *values, values[1].cumsum(0).to(torch.int32)
 
-        def build(self, ctx, keep):
-            def bind(x, index, weight):
-                fm.require(x.shape[0] > 2, "%d tokens", x.shape[0])
+        return flat
 
-                def run(x, index, weight):
-                    ran.append(len(x))
-                    values = self.dispatch.compute(x, index, weight)
-                    return *values, values[1].cumsum(0).to(torch.int32)
-
-                return run
-
-            return bind
-
+    sorts = rule(
+        "toy.sorts", {"dispatch": fm.Dispatch}, ("input", "dispatch.expert_index", "dispatch.expert_weight"), gives,
+        run=run, guard=lambda x, *_: fm.require(x.shape[0] > 2, "%d tokens", x.shape[0]),
+    )  # fmt: skip
     chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, H, H), fm.Combine())
     for tokens in (6, 2):  # the rule declines the second call
         x = torch.randn(tokens, H, requires_grad=True)
         named = {"expert_index": torch.randint(0, E, (tokens, 2)), "expert_weight": torch.rand(tokens, 2)}
         expected = outcome(chain, x, **named)
         assert glue(only_plan(chain, x, **named)) == {"0.offsets": None}
-        with fm.register(Sorts):
+        with fm.register(sorts):
             assert_same(outcome(chain, x, **named), expected)
             assert glue(only_plan(chain, x, **named)) == {}
     assert ran == [6]
@@ -88,32 +76,19 @@ def test_a_rule_that_gives_splits_can_give_their_offsets(caplog):
 
 
 def test_a_rule_gives_the_offsets_of_its_own_splits_only():
-    class Linear(FusionRule, name="toy.linear", direction="forward"):
-        fc: fm.GroupedLinear
-
-        def offer(self, ctx):
-            return Step(needs=("input", "fc.weight", "fc.bias"), gives=("output", "fc.offsets"))
-
-    with fm.register(Linear), pytest.raises(RuleError, match=r"gives \['offsets'\], which is not made within the span"):
+    needs = ("input", "fc.weight", "fc.bias")
+    linear = rule("toy.linear", {"fc": fm.GroupedLinear}, needs, ("output", "fc.offsets"))
+    with fm.register(linear), pytest.raises(RuleError, match=r"gives \['offsets'\], which is not made within the span"):
         only_plan(experts(), rows(), **inputs())
 
 
 def test_a_rule_that_declines_offsets_at_the_call_falls_back(caplog):
-    class Declines(FusionRule, name="toy.declines", direction="forward"):
-        derive: DeriveOffsets
-
-        def offer(self, ctx):
-            return Step(needs=("derive.splits", "derive.rows"), gives=("derive.offsets",))
-
-        def build(self, ctx, keep):
-            def bind(splits, rows):
-                fm.require(splits.shape[0] > E, "%d experts", splits.shape[0])
-
-            return bind
-
+    needs = ("derive.splits", "derive.rows")
+    declines = rule("toy.declines", {"derive": DeriveOffsets}, needs, ("derive.offsets",))
+    declines.build = lambda self, ctx, keep: lambda splits, rows: fm.require(False, "%d experts", splits.shape[0])
     chain, x, named = experts(), rows(), inputs()
     expected = outcome(chain, x, **named)
-    with fm.register(Declines):
+    with fm.register(declines):
         assert_same(outcome(chain, x, **named), expected)
     assert "toy.declines declined this call: 3 experts" in caplog.text
 
@@ -121,28 +96,20 @@ def test_a_rule_that_declines_offsets_at_the_call_falls_back(caplog):
 def test_a_rule_quantizes_weights_in_the_forms_that_are_read():
     calls = []
 
-    class QuantizeBoth(FusionRule, name="toy.weights", direction="forward"):
-        quantize: QuantizeWeight
+    def run(self, keep):
+        axes = (-1, -2)[: 1 + len(keep)]
+        calls.append(keep)
+        return lambda weight: [t for axis in axes for t in fm.quantize(weight, self.quantize.quantizes, axis).tensors()]
 
-        def offer(self, ctx):
-            return Step(
-                needs=("quantize.weight",), gives=("quantize.output",), keeps=("quantize.output:columns",), launches=1
-            )
-
-        def build(self, ctx, keep):
-            axes = (-1, -2)[: 1 + len(keep)]
-            calls.append(keep)
-
-            def run(weight):
-                return [t for axis in axes for t in fm.quantize(weight, self.quantize.quantizes, axis).tensors()]
-
-            return lambda weight: run
-
+    keeps = ("quantize.output:columns",)
+    both = rule(
+        "toy.weights", {"quantize": QuantizeWeight}, ("quantize.weight",), ("quantize.output",), run=run, keeps=keeps
+    )
     chain = experts(dtype=torch.float32)
     x, named = rows(dtype=torch.float32), inputs(dtype=torch.float32)
     with fm.recipe("mxfp8"):
         expected = outcome(chain, x, **named)
-        with fm.register(QuantizeBoth):
+        with fm.register(both):
             plan = only_plan(chain, x, **named)
             steps = {step.ops[0]: step.rule for step in plan.steps}
             assert steps["0:weight.Quantize"] == steps["2:weight.Quantize"] == "toy.weights"
@@ -175,22 +142,18 @@ def test_a_rule_dequantizes():
     x = torch.randn(6, 64, requires_grad=True)
     expected = outcome(chain, x)
 
-    class Dequantizes(FusionRule, name="toy.dequantize", direction="forward"):
-        takes_quantized = True
-        glue: Dequantize
+    dequantizes = rule("toy.dequantize", {"glue": Dequantize}, ("glue.input",), ("glue.output",), takes_quantized=True)
 
-        def offer(self, ctx):
-            self.spec = ctx.spec("glue.input")
-            return Step(needs=("glue.input",), gives=("glue.output",))
+    def build(self, ctx, keep):
+        spec = ctx.spec("glue.input")
 
-        def build(self, ctx, keep):
-            def bind(codes, scale):
-                spec = self.spec._replace(shape=tuple(codes.shape))
-                return lambda codes, scale: spec.tensor((codes, scale), None).dequantize()
+        def run(codes, scale):
+            return spec._replace(shape=tuple(codes.shape)).tensor((codes, scale), None).dequantize()
 
-            return bind
+        return lambda *tensors: run
 
-    with fm.register(Dequantizes):
+    dequantizes.build = build
+    with fm.register(dequantizes):
         assert [step.rule for step in only_plan(chain, x).glue] == ["toy.dequantize", None]  # forward, backward
         assert_same(outcome(chain, x), expected)
 
@@ -208,11 +171,3 @@ def test_a_rule_zeroes_tails():
         assert masks
         assert {found[label] for label in masks if "grad(" in label} == {"toy.zero_tail"}
         assert_same(outcome(chain, x, **named), expected)
-
-
-def test_glue_is_matched_alone():
-    with pytest.raises(RuleError, match=r"toy.two.* glue is matched alone: expected one slot, got 2"):
-
-        class Two(FusionRule, name="toy.two", direction="forward"):
-            derive: DeriveOffsets
-            fc: fm.GroupedLinear

@@ -6,10 +6,9 @@ import weakref
 import pytest
 import torch
 from kit import toy
-from kit.toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows
+from kit.toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, rows, rule
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.ops import BackwardOp, Op
 
 
@@ -76,37 +75,22 @@ def test_gradients_are_released_after_their_last_use():
 def test_a_declined_step_releases_its_stand_ins_values():
     chain, log = watched(3)
 
-    class All(FusionRule, name="toy.all", direction="forward"):
-        a: Watch
-        b: Watch
-        c: Watch
-
-        def offer(self, ctx):
-            return Step(needs=("input",), gives=("output",))
-
-        def build(self, ctx, keep):
-            return toy.refuse
-
-    with fm.register(All):
+    fused = rule("toy.all", dict.fromkeys("abc", Watch), ("input",), run=lambda self, keep: None, guard=toy.refuse)
+    with fm.register(fused):
         y = chain(rows(requires_grad=False))
         assert only_plan(chain, rows(requires_grad=False)).fused
     assert y is log.refs[-1]()
     assert [ref() is not None for ref in log.refs] == [False, False, True]
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_nothing_is_kept_without_a_backward_pass(fused):
-    rules = [gemm_glu(), dgrad_dglu()] if fused else []
+def test_nothing_is_kept_without_a_backward_pass():
     chain, x, named = experts(), rows(requires_grad=False), inputs()
-    with fm.register(*rules):
-        with torch.no_grad():
-            assert only_plan(chain, x, **named).kept == ()
-            y = chain(x, **named)
-        assert y.grad_fn is None
-        chain.requires_grad_(False)
-        assert only_plan(chain, x, **named).kept == ()
-        assert only_plan(chain, x, **named).kept_bytes == 0
+    with torch.no_grad():
         assert chain(x, **named).grad_fn is None
+    chain.requires_grad_(False)
+    plan = only_plan(chain, x, **named)
+    assert (plan.kept, plan.kept_bytes, chain(x, **named).grad_fn) == ((), 0, None)
+    assert set(only_plan(chain, rows(), **named).kept) == {"1.input", "offsets"}  # of frozen weights, no rows
 
 
 def test_what_is_kept_is_what_the_explanation_says():
@@ -123,11 +107,6 @@ def test_what_is_kept_is_what_the_explanation_says():
         fused, y = only_plan(chain, x, **named), chain(x, **named)
     assert saved(y) == fused.kept_bytes + parameters
     assert plan.kept_bytes - fused.kept_bytes == 9 * toy.I * 8  # what went into the second layer
-
-
-def test_frozen_weights_keep_no_rows():
-    chain = experts().requires_grad_(False)
-    assert set(only_plan(chain, rows(), **inputs()).kept) == {"1.input", "offsets"}
 
 
 def test_the_graph_releases_what_it_kept_after_backward():

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from kit.toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outcome, wgrad
+from kit.toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, outcome, refuse, rule, wgrad
 from kit.toy import rows as tokens
 
 import fusedmoe as fm
 from fusedmoe.call.partition import partition_for
 from fusedmoe.fusion.graph.steps import Fused
-from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.fusion.program import order
 from fusedmoe.fusion.program.order import Pair, in_order, pairs_of
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm_dgrad
@@ -110,33 +110,31 @@ def test_two_pairs_of_which_each_would_wait_for_the_other():
 def light_dgrad(seen, guard=None):
     """The gradient of the rows, as a light step."""
 
-    class LightDgrad(FusionRule, name="toy.light_dgrad", direction="backward"):
-        dgrad: Dgrad
+    needs = ("grad_output", "dgrad.weight", "offsets")
+    made = rule(
+        "toy.light_dgrad", {"dgrad": Dgrad}, needs, ("grad_input",), direction="backward", zeroes_tail=True,
+        light_us=900.0,
+    )  # fmt: skip
 
-        def offer(self, ctx):
-            needs = ("grad_output", "dgrad.weight", "offsets")
-            return Step(needs=needs, gives=("grad_input",), zeroes_tail=True, light_us=900.0)
+    def build(self, ctx, keep):
+        seen.append(("light", ctx.beside_sms))
+        return bound(lambda dy, weight, offsets: grouped_mm_dgrad(dy.contiguous(), weight, offsets), guard)
 
-        def build(self, ctx, keep):
-            seen.append(("light", ctx.beside_sms))
-            return bound(lambda dy, weight, offsets: grouped_mm_dgrad(dy.contiguous(), weight, offsets), guard)
-
-    return LightDgrad
+    made.build = build
+    return made
 
 
 def carrying_wgrad(seen, guard=None):
     """A weight gradient that carries."""
-    plain = wgrad("toy.plain_wgrad", guard=guard)
+    made = wgrad(guard=guard, carries_us=100.0)
+    plain = made.build
 
-    class CarryingWgrad(plain, name="toy.wgrad", direction="backward"):
-        def offer(self, ctx):
-            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",), carries_us=100.0)
+    def build(self, ctx, keep):
+        seen.append(("carrier", ctx.beside_sms))
+        return plain(self, ctx, keep)
 
-        def build(self, ctx, keep):
-            seen.append(("carrier", ctx.beside_sms))
-            return super().build(ctx, keep)
-
-    return CarryingWgrad
+    made.build = build
+    return made
 
 
 @pytest.fixture
@@ -188,15 +186,10 @@ def test_a_step_without_its_partner_runs_alone(rules):
     assert "beside" not in only_rows.source
 
 
-@pytest.mark.parametrize("who", ["light", "carrier"])
-def test_a_partner_that_declines_the_call(who):
-    def refuse(*_):
-        fm.require(False, "not now")
-
-    seen = []
-    guards = {name: refuse if name == who else None for name in ("light", "carrier")}
+@pytest.mark.parametrize("guards", [(refuse, None), (None, refuse)], ids=["light", "carrier"])
+def test_a_partner_that_declines_the_call(guards):
     chain, x, named = experts(), tokens(), inputs()
-    with fm.register(dgrad_dglu(), light_dgrad(seen, guards["light"]), carrying_wgrad(seen, guards["carrier"])):
+    with fm.register(dgrad_dglu(), light_dgrad([], guards[0]), carrying_wgrad([], guards[1])):
         assert only_plan(chain, x, **named).beside
         got = outcome(chain, x, **named)
     assert_same(got, outcome(chain, x, **named))

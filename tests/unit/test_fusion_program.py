@@ -31,7 +31,7 @@ def program(given, run0, run1, report1, fallback1, run2):
     offsets = run0(splits, _0_input)
     del splits
     try:
-        _2_input, _1_input = run1(_0_input, _0_weight, offsets)
+        _2_input, _1_input = run1(_0_input, _0_weight, offsets, None)
     except Declined as reason:
         report1(reason)
         run1 = None
@@ -80,10 +80,8 @@ def test_nothing_is_written_for_gradients_that_nobody_wants():
     [
         ("lambda", "class", "None"),
         ("given", "run0", "reason"),
-        ("run1", "report1", "fallback1"),
         ("a b", "a-b", "a_b"),
         ("ünï", "日本", "_"),
-        ("x", "x_", "offsets"),
         ('"); raise SystemExit; ("', "\n", "#"),
     ],
 )

@@ -1,29 +1,31 @@
 """Rules for kernels that take and give quantized values, as flat tensors, in the forms that are read."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
 import torch
-from kit.toy import bound, only_plan, outcome, rules_used, status, statuses
+from kit.toy import IN, bound, only_plan, outcome, rule, rules_used, status, statuses
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
+from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.kernels.torch import quantized_products
 from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
+from fusedmoe.numerics.formats.roles import ROLES
+from fusedmoe.numerics.recipes import NVFP4
 from fusedmoe.ops import BiasGrad, Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 
 E, H, I = 3, 64, 32  # noqa: E741
-RECIPES = ["mxfp8", "fp8_tensor", "fp8_row", "fp8_block"]
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+every_recipe = pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensor", "fp8_row", "fp8_block"])
 KEEPS = ("act.input", "output:columns")
+DIN = ("grad_output", "dgrad.weight", "offsets", "dact.input")
 
 
 def experts(*, bias=False):
-    return fm.Sequential(
-        GroupedLinear(E, H, 2 * I, bias=bias), SwiGLU(), GroupedLinear(E, I, H, bias=bias)
-    )  # fmt: skip
+    up, down = GroupedLinear(E, H, 2 * I, bias=bias), GroupedLinear(E, I, H, bias=bias)
+    return fm.Sequential(up, SwiGLU(), down)
 
 
 def given(count=90, requires_grad=True):
@@ -50,153 +52,112 @@ def on_tensors(ctx, step, run, guard=None):
     return bound(flat, guard)
 
 
-def gemm(name="toy.gemm", *, takes_quantized=True):
-    class Gemm(FusionRule, name=name, direction="forward"):
-        fc: GroupedLinear
+def codes_rule(name, slots, needs, gives, forms, *, guard=None, calls=None, **options):
+    """A rule whose step computes, of its operands, what it gives and keeps: ``forms(self, ctx, *operands)`` has a
+    function for each name.
+    """
+    made = rule(name, slots, needs, gives, takes_quantized=True, **options)
 
-        def offer(self, ctx):
-            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
+    def build(self, ctx, keep):
+        def run(*operands):
+            if calls is not None:
+                calls.append((name, keep))
+            results = forms(self, ctx, *operands)
+            return tuple(results[value]() for value in (*gives, *keep))
 
-        def build(self, ctx, keep):
-            return on_tensors(ctx, self.offer(ctx), quantized_products.grouped_mm)
+        return on_tensors(ctx, self.offer(ctx), run, guard)
 
-    Gemm.takes_quantized = takes_quantized
-    return Gemm
+    made.build = build
+    return made
 
 
-def gemm_glu_quantize(*, guard=None, keeps=KEEPS, calls=None):
+def gemm(name="toy.gemm"):
+    def forms(self, ctx, *operands):
+        return {"output": lambda: quantized_products.grouped_mm(*operands)}
+
+    return codes_rule(name, {"fc": GroupedLinear}, IN, ("output",), forms, zeroes_tail=True)
+
+
+def gemm_glu_quantize(*, keeps=KEEPS, **options):
     """A linear layer, the activation, and the result in a small format: by rows, and by columns where that is kept."""
 
-    class GemmGLUQuantize(FusionRule, name="toy.gemm_glu_quantize", direction="forward"):
-        takes_quantized = True
-        fc: GroupedLinear
-        act: SwiGLU
-        quantize: Quantize
+    def check(self, ctx):
+        fm.require(self.fc.bias is None, "a bias is not taken")
+        assert isinstance(ctx.spec("input"), QuantizedSpec)
+        assert isinstance(ctx.spec("fc.weight"), QuantizedSpec)
+        assert (ctx.spec("output").axis, ctx.spec("output").shape[1]) == (-1, I)
+        assert ctx.spec("output:columns").axis == -2
 
-        def offer(self, ctx):
-            fm.require(self.fc.bias is None, "a bias is not taken")
-            assert isinstance(ctx.spec("input"), QuantizedSpec)
-            assert isinstance(ctx.spec("fc.weight"), QuantizedSpec)
-            assert (ctx.spec("output").axis, ctx.spec("output").shape[1]) == (-1, I)
-            assert ctx.spec("output:columns").axis == -2
-            needs = ("input", "fc.weight", "offsets")
-            return Step(needs=needs, gives=("output",), keeps=keeps, zeroes_tail=True)
+    def forms(self, ctx, x, weight, offsets):
+        h = quantized_products.grouped_mm(x, weight, offsets)
 
-        def build(self, ctx, keep):
-            def run(x, weight, offsets):
-                if calls is not None:
-                    calls.append(("toy.gemm_glu_quantize", keep))
-                h = quantized_products.grouped_mm(x, weight, offsets)
-                y = self.act.compute(h)
-                kept = {"act.input": lambda: h, "output:columns": lambda: quantized(y, -2)}
+        def quantized(axis):
+            return lambda: fm.quantize(self.act.compute(h), self.quantize.quantizer, axis, offsets=offsets)
 
-                def quantized(y, axis):
-                    return fm.quantize(y, self.quantize.quantizer, axis, offsets=offsets)
+        return {"output": quantized(-1), "act.input": lambda: h, "output:columns": quantized(-2)}
 
-                return (quantized(y, -1), *(kept[name]() for name in keep))
-
-            return on_tensors(ctx, self.offer(ctx), run, guard)
-
-    return GemmGLUQuantize
+    slots = {"fc": GroupedLinear, "act": SwiGLU, "quantize": Quantize}
+    return codes_rule(
+        "toy.gemm_glu_quantize", slots, IN, ("output",), forms, keeps=keeps, check=check, zeroes_tail=True, **options
+    )
 
 
-def dgrad_dglu_quantize(*, guard=None, recomputes=False, calls=None):
+def dgrad_dglu_quantize(*, recomputes=False, **options):
     """The data gradient, the activation's derivative, and that in a small format, in the forms that are read."""
 
-    class DgradDGLUQuantize(FusionRule, name="toy.dgrad_dglu_quantize", direction="backward"):
-        takes_quantized = True
-        dgrad: Dgrad
-        dact: DSwiGLU
-        quantize: QuantizeGrad
+    def forms(self, ctx, dy, weight, offsets, h):
+        dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
+        quantizer = self.quantize.op.grad_quantizer
+        return {
+            "grad_input": lambda: fm.quantize(dh, quantizer, -1, offsets=offsets),
+            "grad_input:columns": lambda: fm.quantize(dh, quantizer, -2, offsets=offsets),
+            "dact.grad_input": lambda: dh,
+            "dgrad.input:columns": lambda: fm.quantize(
+                self.dact.op.compute(h), ctx.recipe.roles().input, -2, offsets=offsets
+            ),
+        }
 
-        def offer(self, ctx):
-            again = ("dgrad.input:columns",) if recomputes else ()
-            return Step(
-                needs=("grad_output", "dgrad.weight", "offsets", "dact.input"), gives=(),
-                keeps=("grad_input", "grad_input:columns", "dact.grad_input", *again), zeroes_tail=True,
-            )  # fmt: skip
-
-        def build(self, ctx, keep):
-            def run(dy, weight, offsets, h):
-                if calls is not None:
-                    calls.append(("toy.dgrad_dglu_quantize", keep))
-                dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
-                forms = {
-                    "grad_input": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -1, offsets=offsets),
-                    "grad_input:columns": lambda: fm.quantize(dh, self.quantize.op.grad_quantizer, -2, offsets=offsets),
-                    "dact.grad_input": lambda: dh,
-                    "dgrad.input:columns": lambda: fm.quantize(
-                        self.dact.op.compute(h), ctx.recipe.roles().input, -2, offsets=offsets
-                    ),
-                }
-                return tuple(forms[name]() for name in keep)
-
-            return on_tensors(ctx, self.offer(ctx), run, guard)
-
-    return DgradDGLUQuantize
+    slots = {"dgrad": Dgrad, "dact": DSwiGLU, "quantize": QuantizeGrad}
+    keeps = ("grad_input", "grad_input:columns", "dact.grad_input", *(["dgrad.input:columns"] * recomputes))
+    return codes_rule(
+        "toy.dgrad_dglu_quantize", slots, DIN, (), forms, direction="backward", keeps=keeps, zeroes_tail=True, **options
+    )
 
 
 def wgrad():
-    class WgradRule(FusionRule, name="toy.wgrad", direction="backward"):
-        takes_quantized = True
-        wgrad: Wgrad
+    def check(self, ctx):
+        assert ctx.spec("grad_output").axis == ctx.spec("wgrad.input").axis == -2
 
-        def offer(self, ctx):
-            assert ctx.spec("grad_output").axis == ctx.spec("wgrad.input").axis == -2
-            return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
+    def forms(self, ctx, *operands):
+        return {"wgrad.grad_weight": lambda: quantized_products.grouped_mm_wgrad(*operands)}
 
-        def build(self, ctx, keep):
-            return on_tensors(ctx, self.offer(ctx), quantized_products.grouped_mm_wgrad)
-
-    return WgradRule
+    needs = ("grad_output", "wgrad.input", "offsets")
+    return codes_rule(
+        "toy.wgrad", {"wgrad": Wgrad}, needs, ("wgrad.grad_weight",), forms, direction="backward", check=check
+    )
 
 
-def axis(name):
-    return -2 if name.endswith(":columns") else -1
-
-
-def quantize_rows():
+def quantize_both(kind, source, result, quantizer, **options):
     """Both forms of rows in one launch."""
 
-    class QuantizeRows(FusionRule, name="toy.quantize", direction="forward"):
-        quantize: Quantize
+    def forms(self, ctx, x, offsets):
+        axes = {f"{result}:rows": -1, f"{result}:columns": -2}
+        return {
+            name: lambda axis=axis: fm.quantize(x, quantizer(self), axis, offsets=offsets)
+            for name, axis in axes.items()
+        }
 
-        def offer(self, ctx):
-            keeps = ("output:rows", "output:columns")
-            return Step(needs=("input", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
-
-        def build(self, ctx, keep):
-            def run(x, offsets):
-                return tuple(fm.quantize(x, self.quantize.quantizer, axis(name), offsets=offsets) for name in keep)
-
-            return on_tensors(ctx, self.offer(ctx), run)
-
-    return QuantizeRows
+    keeps = (f"{result}:rows", f"{result}:columns")
+    needs = (source, "quantize.offsets")
+    return codes_rule(
+        f"toy.{kind.__name__}", {"quantize": kind}, needs, (), forms, keeps=keeps, zeroes_tail=True, **options
+    )
 
 
-def quantize_gradient():
-    class QuantizeGradient(FusionRule, name="toy.quantize_grad", direction="backward"):
-        quantize: QuantizeGrad
-
-        def offer(self, ctx):
-            keeps = ("grad_input:rows", "grad_input:columns")
-            return Step(needs=("grad_output", "quantize.offsets"), gives=(), keeps=keeps, zeroes_tail=True)
-
-        def build(self, ctx, keep):
-            def run(dy, offsets):
-                quantizer = self.quantize.op.grad_quantizer
-                return tuple(fm.quantize(dy, quantizer, axis(name), offsets=offsets) for name in keep)
-
-            return on_tensors(ctx, self.offer(ctx), run)
-
-    return QuantizeGradient
-
-
-def assert_bitwise(got, expected):
-    assert got.keys() == expected.keys()
-    for name in expected:
-        assert expected[name].any(), f"{name}: zeros would pass"
-        assert torch.equal(got[name], expected[name]), name
+QUANTIZE = quantize_both(Quantize, "input", "output", lambda self: self.quantize.quantizer)
+QUANTIZE_GRAD = quantize_both(
+    QuantizeGrad, "grad_output", "grad_input", lambda self: self.quantize.op.grad_quantizer, direction="backward"
+)
 
 
 def both_ways(rules, recipe, chain, x, **named):
@@ -205,106 +166,106 @@ def both_ways(rules, recipe, chain, x, **named):
         expected, plain = outcome(chain, x, **named), only_plan(chain, x, **named)
         with fm.register(*rules):
             plan = only_plan(chain, x, **named)
-            assert_bitwise(outcome(chain, x, **named), expected)
+            got = outcome(chain, x, **named)
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert expected[name].any(), f"{name}: zeros would pass"
+        assert torch.equal(got[name], expected[name]), name
     return plan, plain
+
+
+# ---- which rules are asked ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["", "on another device"])
 def test_a_format_without_a_kernel_is_no_miss_on_any_device(elsewhere):
     """The rule is not asked for a step, and its device is not the reason."""
 
-    class Other(FusionRule, name="toy.other", direction="forward"):
-        quantize: Quantize
+    def supports(self, ctx):
+        fm.require(self.quantize.quantizer.format.block == (1, 128), "no kernel for %s", self.quantize.quantizer)
 
-        @classmethod
-        def available(cls, device, arch):
-            fm.require(not elsewhere, "needs another device")
-
-        def supports(self, ctx):
-            fm.require(self.quantize.quantizer.format.block == (1, 128), "no kernel for %s", self.quantize.quantizer)
-
-        def offer(self, ctx):
-            fm.require(False, "declines all")
-
+    other = rule(
+        "toy.other", {"quantize": Quantize}, check=lambda self, ctx: fm.require(False, "declines all"),
+        available=lambda device, arch: fm.require(not elsewhere, "needs another device"),
+    )  # fmt: skip
+    other.supports = supports
+    missed = Status.CONSTRAINT, "declines all"
     x = torch.randn(20, 32, requires_grad=True)
-    with fm.register(Other):
-        for format, got, reason in (
-            ("mxfp8", Status.CONSTRAINT, "no kernel for mxfp8 e4m3 1x32"),
-            ("fp8_block", *((Status.UNAVAILABLE, "needs another device") if elsewhere else MISSED)),
+    with fm.register(other):
+        for format, got in (
+            ("mxfp8", (Status.CONSTRAINT, "no kernel for mxfp8 e4m3 1x32")),
+            ("fp8_block", (Status.UNAVAILABLE, "needs another device") if elsewhere else missed),
         ):
             chain = fm.Sequential(fm.Quantize(format), fm.Linear(32, 32))
-            assert status(only_plan(chain, x), "toy.other") == (got, reason)
-            missed = (got, reason) == MISSED
-            with fm.strict(unavailable=format == "mxfp8"), pytest.raises(FusionError) if missed else nullcontext():
+            assert status(only_plan(chain, x), "toy.other") == got
+            raises = pytest.raises(FusionError) if got == missed else nullcontext()
+            with fm.strict(unavailable=format == "mxfp8"), raises:
                 chain(x)
-
-
-MISSED = Status.CONSTRAINT, "declines all"
-
-
-def kept_at_last(chain, x, **named):
-    y = chain(x, **named)
-    return sum(t.nbytes for t in y.grad_fn.saved_tensors if t is not None)
 
 
 def test_a_rule_for_plain_tensors_is_not_asked_where_an_operand_is_quantized():
     chain, (x, named) = experts(), given()
-    with fm.register(gemm("toy.plain", takes_quantized=False)):
+    plain = gemm("toy.plain")
+    plain.takes_quantized = False
+    with fm.register(plain):
         with fm.recipe("mxfp8"):
             plan = only_plan(chain, x, **named)
             with fm.strict():  # there is no kernel for it on any device
                 chain(x, **named)
         assert rules_used(plan) == []
         # the recipe puts a Quantize before each linear layer: places 0 and 3
-        assert statuses(plan, "toy.plain")[1] == (
-            Status.CONSTRAINT,
-            "takes no mxfp8 e4m3 1x32 operands",
-        )
+        assert statuses(plan, "toy.plain")[1] == (Status.CONSTRAINT, "takes no mxfp8 e4m3 1x32 operands")
         assert rules_used(only_plan(chain, x, **named)) == ["toy.plain"] * 2  # without the recipe
-
-
-def test_only_the_layer_that_is_quantized_is_closed_to_such_a_rule():
-    chain, (x, named) = experts(), given()
     chain[0].recipe = "bf16"
-    plan, _ = both_ways([gemm("toy.plain", takes_quantized=False)], "mxfp8", chain, x, **named)
+    plan, _ = both_ways([plain], "mxfp8", chain, x, **named)
     assert [s.ops for s in plan.fused] == [("0.GroupedLinear",)]
 
 
-@every_recipe
-def test_a_rule_that_says_so_takes_quantized_operands(recipe):
-    plan, _ = both_ways([gemm()], recipe, experts(), *given()[:1], **given()[1])
-    assert rules_used(plan) == ["toy.gemm"] * 2
+# ---- fused steps --------------------------------------------------------------------------------------------------
 
 
 @every_recipe
-def test_a_layer_its_activation_and_the_quantization_of_the_result(recipe):
-    calls = []
+def test_everything_that_is_quantized_may_be_fused(recipe):
+    rules = [gemm(), gemm_glu_quantize(), dgrad_dglu_quantize(), wgrad(), QUANTIZE, QUANTIZE_GRAD]
     x, named = given()
-    plan, plain = both_ways([gemm_glu_quantize(calls=calls)], recipe, experts(), x, **named)
-    assert [(s.ops, s.gives[1:]) for s in plan.fused] == [
-        (("0.GroupedLinear", "1.SwiGLU", "2:input.Quantize"), ("1.input", "2.input:columns"))
-    ]
-    assert calls == [("toy.gemm_glu_quantize", KEEPS)]
+    plan, plain = both_ways(rules, recipe, experts(), x, **named)
+    assert [s.rule for s in plan.steps if "weight" not in s.ops[0]] == [
+        "toy.Quantize", "toy.gemm_glu_quantize", "toy.gemm",
+        "toy.QuantizeGrad", "toy.wgrad", "toy.dgrad_dglu_quantize", "toy.wgrad", None,
+    ]  # fmt: skip
     assert set(plan.kept) == set(plain.kept)
     assert plan.kept_bytes == plain.kept_bytes
 
 
-def test_it_writes_no_columns_in_inference():
-    calls = []
-    x, named = given(requires_grad=False)
-    with torch.no_grad():
-        plan, _ = both_ways([gemm_glu_quantize(calls=calls)], "mxfp8", experts(), x, **named)
-    assert plan.fused
-    assert calls == [("toy.gemm_glu_quantize", ())]
-    assert plan.kept == ()
+FORWARD_GIVES = ("2.input", "1.input", "2.input:columns")
+BACKWARD_GIVES = ("grad(0:grad.input)", "grad(0:grad.input):columns")
 
 
-def test_it_writes_no_columns_for_a_frozen_weight():
+@pytest.mark.parametrize(
+    ("make", "gives", "kept"),
+    [
+        (gemm_glu_quantize, FORWARD_GIVES, KEEPS),
+        (dgrad_dglu_quantize, BACKWARD_GIVES, ("grad_input", "grad_input:columns")),
+    ],
+)
+def test_a_step_writes_the_forms_that_are_read(make, gives, kept):
+    calls, (x, named) = [], given()
+    plan, plain = both_ways([make(calls=calls)], "mxfp8", experts(), x, **named)
+    (step,) = plan.fused
+    assert step.gives == gives
+    assert [keep for _, keep in calls] == [kept]
+    assert set(plan.kept) == set(plain.kept)
+
+
+def test_it_writes_no_columns_in_inference_or_for_a_frozen_weight():
     calls, chain, (x, named) = [], experts(), given()
+    with torch.no_grad():
+        plan, _ = both_ways([gemm_glu_quantize(calls=calls)], "mxfp8", chain, x, **named)
+    assert plan.fused
+    assert plan.kept == ()
     chain[2].weight.requires_grad_(False)
     plan, _ = both_ways([gemm_glu_quantize(calls=calls)], "mxfp8", chain, x, **named)
-    assert plan.fused
-    assert calls == [("toy.gemm_glu_quantize", ("act.input",))]
+    assert [keep for _, keep in calls] == [(), ("act.input",)]
     assert "2.input:columns" not in plan.kept
 
 
@@ -312,119 +273,68 @@ def test_a_step_that_cannot_keep_the_columns_gives_way():
     x, named = given()
     plan, _ = both_ways([gemm_glu_quantize(keeps=("act.input",))], "mxfp8", experts(), x, **named)
     assert rules_used(plan) == []
-    assert statuses(plan, "toy.gemm_glu_quantize")[1] == (
-        Status.CONSTRAINT,
-        "cannot keep 2.input:columns, which 2.Wgrad needs",
-    )
-
-
-def test_a_step_that_keeps_what_is_no_form_of_anything_is_an_error():
-    x, named = given()
-    rule = gemm_glu_quantize(keeps=("fc.weight",))
-    with fm.recipe("mxfp8"), fm.register(rule), pytest.raises(RuleError, match=r"keeps .* not made within the span"):
+    why = (Status.CONSTRAINT, "cannot keep 2.input:columns, which 2.Wgrad needs")
+    assert statuses(plan, "toy.gemm_glu_quantize")[1] == why
+    wrong = gemm_glu_quantize(keeps=("fc.weight",))
+    with fm.recipe("mxfp8"), fm.register(wrong), pytest.raises(RuleError, match=r"keeps .* not made within the span"):
         experts()(x, **named)
-
-
-@every_recipe
-def test_a_data_gradient_a_derivative_and_its_quantization(recipe):
-    calls = []
-    x, named = given()
-    plan, plain = both_ways([dgrad_dglu_quantize(calls=calls)], recipe, experts(), x, **named)
-    assert [(s.ops, s.gives) for s in plan.fused] == [
-        (("2.Dgrad", "1.DSwiGLU", "0:grad.QuantizeGrad"), ("grad(0:grad.input)", "grad(0:grad.input):columns"))
-    ]
-    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns"))]
-    assert set(plan.kept) == set(plain.kept)
 
 
 @pytest.mark.parametrize(
     ("frozen", "gives"),
-    [("x", ("grad_input:columns",)), ("0", ("grad_input",))],
-    ids=["no gradient of the rows", "no gradient of the weight"],
+    [
+        ("x", ("grad_input:columns",)),
+        ("0", ("grad_input",)),
+        ("", ("grad_input", "grad_input:columns", "dact.grad_input")),  # a bias wants the gradient as it was
+    ],
+    ids=["no gradient of the rows", "no gradient of the weight", "bias"],
 )
 def test_the_gradient_has_the_forms_that_are_read(frozen, gives):
-    calls, chain, (x, named) = [], experts(), given(requires_grad=frozen != "x")
-    if frozen != "x":
-        chain[int(frozen)].weight.requires_grad_(False)
+    calls, chain, (x, named) = [], experts(bias=not frozen), given(requires_grad=frozen != "x")
+    if frozen == "0":
+        chain[0].weight.requires_grad_(False)
     plan, _ = both_ways([dgrad_dglu_quantize(calls=calls), wgrad()], "mxfp8", chain, x, **named)
     assert calls == [("toy.dgrad_dglu_quantize", gives)]
     assert rules_used(plan, "backward").count("toy.wgrad") == (1 if frozen == "0" else 2)
 
 
-def test_the_bias_gradient_wants_the_gradient_as_it_was():
-    calls = []
-    x, named = given()
-    plan, _ = both_ways([dgrad_dglu_quantize(calls=calls)], "mxfp8", experts(bias=True), x, **named)
-    assert plan.fused
-    assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns", "dact.grad_input"))]
-
-
 def test_the_bias_gradient_may_be_computed_on_the_way():
-    class WithBias(FusionRule, name="toy.with_bias", direction="backward"):
-        takes_quantized = True
-        dgrad: Dgrad
-        dact: DSwiGLU
-        quantize: QuantizeGrad
-        dbias: BiasGrad
+    def forms(self, ctx, dy, weight, offsets, h):
+        dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
+        quantizer = self.quantize.op.grad_quantizer
+        return {
+            "quantize.grad_input": lambda: fm.quantize(dh, quantizer, -1, offsets=offsets),
+            "quantize.grad_input:columns": lambda: fm.quantize(dh, quantizer, -2, offsets=offsets),
+            "dbias.grad_bias": lambda: self.dbias.compute(dh, offsets),
+        }
 
-        def offer(self, ctx):
-            return Step(
-                needs=("grad_output", "dgrad.weight", "offsets", "dact.input"),
-                gives=("quantize.grad_input", "quantize.grad_input:columns", "dbias.grad_bias"),
-            )
-
-        def build(self, ctx, keep):
-            def run(dy, weight, offsets, h):
-                dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
-                forms = [fm.quantize(dh, self.quantize.op.grad_quantizer, a, offsets=offsets) for a in (-1, -2)]
-                return (*forms, self.dbias.compute(dh, offsets))
-
-            return on_tensors(ctx, self.offer(ctx), run)
-
+    slots = {"dgrad": Dgrad, "dact": DSwiGLU, "quantize": QuantizeGrad, "dbias": BiasGrad}
+    gives = ("quantize.grad_input", "quantize.grad_input:columns", "dbias.grad_bias")
+    with_bias = codes_rule("toy.with_bias", slots, DIN, gives, forms, direction="backward")
     x, named = given()
-    plan, _ = both_ways([WithBias], "mxfp8", experts(bias=True), x, **named)
+    plan, _ = both_ways([with_bias], "mxfp8", experts(bias=True), x, **named)
     assert [s.ops[-1] for s in plan.fused] == ["0.BiasGrad"]
 
 
 def test_a_layer_that_quantizes_its_rows_itself():
     """By rows they are never there; by columns they are kept."""
 
-    class QuantizeGemm(FusionRule, name="toy.quantize_gemm", direction="forward"):
-        takes_quantized = True
-        quantize: Quantize
-        fc: GroupedLinear
+    def forms(self, ctx, x, weight, offsets):
+        rows, columns = (fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2))
+        return {
+            "output": lambda: quantized_products.grouped_mm(rows, weight, offsets),
+            "quantize.output:columns": lambda: columns,
+        }
 
-        def offer(self, ctx):
-            needs = ("input", "fc.weight", "offsets")
-            return Step(needs=needs, gives=("output",), keeps=("quantize.output:columns",), zeroes_tail=True)
-
-        def build(self, ctx, keep):
-            def run(x, weight, offsets):
-                forms = [fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2)]
-                return (quantized_products.grouped_mm(forms[0], weight, offsets), *(forms[1] for _ in keep))
-
-            return on_tensors(ctx, self.offer(ctx), run)
-
+    slots, keeps = {"quantize": Quantize, "fc": GroupedLinear}, ("quantize.output:columns",)
+    fused = codes_rule("toy.quantize_gemm", slots, IN, ("output",), forms, keeps=keeps, zeroes_tail=True)
     x, named = given()
-    plan, plain = both_ways([QuantizeGemm], "mxfp8", experts(), x, **named)
+    plan, plain = both_ways([fused], "mxfp8", experts(), x, **named)
     assert [s.ops for s in plan.fused] == [
         ("0:input.Quantize", "0.GroupedLinear"),
         ("2:input.Quantize", "2.GroupedLinear"),
     ]
     assert set(plan.kept) == set(plain.kept)
-
-
-@every_recipe
-def test_everything_that_is_quantized_may_be_fused(recipe):
-    rules = [gemm(), gemm_glu_quantize(), dgrad_dglu_quantize(), wgrad(), quantize_rows(), quantize_gradient()]
-    x, named = given()
-    plan, plain = both_ways(rules, recipe, experts(), x, **named)
-    assert [s.rule for s in plan.steps if "weight" not in s.ops[0]] == [
-        "toy.quantize", "toy.gemm_glu_quantize", "toy.gemm",
-        "toy.quantize_grad", "toy.wgrad", "toy.dgrad_dglu_quantize", "toy.wgrad", None,
-    ]  # fmt: skip
-    assert set(plan.kept) == set(plain.kept)
-    assert plan.kept_bytes == plain.kept_bytes
 
 
 def test_a_backward_step_may_compute_the_columns_again():
@@ -436,22 +346,17 @@ def test_a_backward_step_may_compute_the_columns_again():
     assert len(plan.fused) == 2
     assert calls == [("toy.dgrad_dglu_quantize", ("grad_input", "grad_input:columns", "dgrad.input:columns"))]
     assert set(plain.kept) - set(plan.kept) == {"2.input:columns"}
-    with fm.recipe("mxfp8"):
-        unfused = kept_at_last(chain, x, **named)
-        with fm.register(*rules):
-            assert unfused - kept_at_last(chain, x, **named) >= 90 * I  # a byte an element, and scales
+    assert plain.kept_bytes - plan.kept_bytes >= 90 * I  # a byte an element, and scales
 
 
 def refuse(*tensors):
     fm.require(False, "rows are %d, not a multiple of 128", tensors[0].shape[0])
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("which", ["forward", "backward", "both"])
+@pytest.mark.parametrize(("which", "recomputes"), [("forward", False), ("backward", True), ("both", True)])
 def test_a_step_that_declines_the_call_falls_back(which, recomputes):
-    keeps = KEEPS[:1] if recomputes else KEEPS
     rules = [
-        gemm_glu_quantize(guard=None if which == "backward" else refuse, keeps=keeps),
+        gemm_glu_quantize(guard=None if which == "backward" else refuse, keeps=KEEPS[: 2 - recomputes]),
         dgrad_dglu_quantize(guard=None if which == "forward" else refuse, recomputes=recomputes),
     ]
     x, named = given()
@@ -460,15 +365,10 @@ def test_a_step_that_declines_the_call_falls_back(which, recomputes):
 
 
 def test_a_quantize_that_the_user_put_there_is_fused_like_the_recipes():
-    chain = fm.Sequential(
-        Quantize("mxfp8", weight="mxfp8"),
-        GroupedLinear(E, H, 2 * I),
-        Quantize(backward="mxfp8"),
-        SwiGLU(),
-        Quantize("mxfp8", weight="mxfp8"),
-        GroupedLinear(E, I, H),
-        Quantize(backward="mxfp8"),
-    )
+    up, act, down = experts()
+    quantized = [Quantize("mxfp8", weight="mxfp8") for _ in range(2)]
+    gradients = [Quantize(backward="mxfp8") for _ in range(2)]
+    chain = fm.Sequential(quantized[0], up, gradients[0], act, quantized[1], down, gradients[1])
     x, named = given()
     plan, _ = both_ways([gemm_glu_quantize(), dgrad_dglu_quantize()], "bf16", chain, x, **named)
     assert [s.ops for s in plan.fused] == [
@@ -477,26 +377,88 @@ def test_a_quantize_that_the_user_put_there_is_fused_like_the_recipes():
     ]
 
 
-def test_a_rule_over_a_quantize_and_what_reads_its_values():
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_rule_over_a_quantize_and_an_op_that_reads_its_values(grad):
     """Nothing quantized comes out of it: the derivative, in plain PyTorch, wants what the codes stand for."""
 
-    class QuantizeGLU(FusionRule, name="toy.quantize_glu", direction="forward"):
-        quantize: Quantize
-        act: SwiGLU
+    def run(self, keep):
+        def flat(x):
+            codes = fm.quantize(x, self.quantize.quantizer)
+            return (self.act.compute(codes.dequantize()), *(t for _ in keep for t in codes.tensors()))
 
-        def offer(self, ctx):
-            return Step(needs=("input",), gives=("output",), keeps=("quantize.output",))
+        return flat
 
-        def build(self, ctx, keep):
-            def run(x):
-                codes = fm.quantize(x, self.quantize.quantizer)
-                return (self.act.compute(codes.dequantize()), *(t for _ in keep for t in codes.tensors()))
-
-            return bound(run)
-
-    chain, x = fm.Sequential(Quantize("mxfp8"), SwiGLU()), given()[0]
-    plan, _ = both_ways([QuantizeGLU], "bf16", chain, x)
+    slots = {"quantize": Quantize, "act": SwiGLU}
+    fused = rule("toy.quantize_glu", slots, ("input",), run=run, keeps=("quantize.output",))
+    with torch.set_grad_enabled(grad):
+        plan, _ = both_ways([fused], "bf16", fm.Sequential(Quantize("mxfp8"), SwiGLU()), given()[0])
     assert rules_used(plan) == ["toy.quantize_glu"]
-    with torch.no_grad():
-        plan, _ = both_ways([QuantizeGLU], "bf16", chain, x.detach())
-    assert rules_used(plan) == ["toy.quantize_glu"]
+
+
+# ---- rules that read or write other forms than the plain steps of their ops -----------------------------------------
+
+
+def other_form(name, slots, needs, gives, **options):
+    """It is planned, and declines each call, so that its fallback runs."""
+    made = rule(f"forms.{name}", slots, needs, gives, takes_quantized=True, **options)
+    made.build = lambda self, ctx, keep: refuse
+    return made
+
+
+DERIVATIVE_BY_ROWS = other_form(
+    "derivative", {"dact": DSwiGLU, "quantize": QuantizeGrad}, ("grad_output", "dact.input"), ("grad_input:rows",),
+    direction="backward",
+)  # fmt: skip
+WGRAD_OF_ROWS, WGRAD_OF_DEQUANTIZED = (
+    other_form(
+        f"wgrad_{form}", {"op": Wgrad}, (f"grad_output:{form}", f"op.input:{form}", "offsets"), ("op.grad_weight",),
+        direction="backward",
+    )
+    for form in ("rows", "dequantized")
+)  # fmt: skip
+FORMS = (
+    other_form("forward", {"op": GroupedLinear}, ("input:columns", "op.weight:columns", "offsets"), ("output",)),
+    WGRAD_OF_ROWS,
+    WGRAD_OF_DEQUANTIZED,
+    DERIVATIVE_BY_ROWS,
+)
+PAIRS = [rules for count in (1, 2, 4) for rules in itertools.combinations(FORMS, count)]
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8_tensor", "fp8_row", "fp8_block", "mxfp8", NVFP4(stochastic_rounding=False)], ids=str
+)
+def test_the_fallback_makes_the_forms_that_plain_steps_read(recipe):
+    chain, (x, named) = experts(), given()
+    for rules in PAIRS:
+        both_ways(rules, recipe, chain, x, **named)
+
+
+def test_a_step_that_writes_one_form_is_chosen_where_no_other_is_read():
+    def used(*rules):
+        x, named = given()
+        with fm.recipe("mxfp8"), fm.register(*rules):
+            return set(rules_used(only_plan(experts(), x, **named)))
+
+    assert not used(DERIVATIVE_BY_ROWS)  # the plain weight gradient reads columns
+    assert used(DERIVATIVE_BY_ROWS, WGRAD_OF_ROWS) == {"forms.derivative", "forms.wgrad_rows"}
+
+
+def test_a_step_gets_the_tensors_of_the_form_that_it_reads():
+    def run(self, keep):
+        def flat(codes, scale, *rest):
+            assert scale.dtype is torch.float8_e8m0fnu
+            return codes.float().sum().expand(90, H).contiguous()
+
+        return flat
+
+    needs = ("input:columns", "op.weight", "offsets")
+    of_columns = rule("forms.sum", {"op": GroupedLinear}, needs, run=run, takes_quantized=True)
+    x, named = given(requires_grad=False)
+    offsets = named["splits"].cumsum(0, dtype=torch.int32)
+    expected = fm.quantize(x, ROLES["mxfp8"].input, axis=-2, offsets=offsets).tensors()[0].float().sum()
+    with fm.recipe("mxfp8"), fm.register(of_columns), torch.no_grad():
+        y = fm.Sequential(GroupedLinear(E, H, H))(x, **named)
+    assert expected.item()
+    assert (y[:85] == expected).all()
+    assert not y[85:].any()  # the tail

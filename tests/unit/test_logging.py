@@ -10,22 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from kit import toy
-from kit.toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows
+from kit.toy import dgrad_dglu, experts, gemm, gemm_glu, inputs, rows, rule
 
 import fusedmoe as fm
 from fusedmoe.base.environment import configure_logging
-from fusedmoe.fusion.language.rule import FusionRule
 from fusedmoe.ops import GroupedLinear
 
 PLANNER = "fusedmoe.fusion.search.planner"
 
 
-class OfGpu(FusionRule, name="gpu.gemm", direction="forward"):
-    fc: GroupedLinear
-
-    @classmethod
-    def available(cls, device, arch):
-        fm.require(arch == 90, "needs sm_90")
+OF_GPU = rule("gpu.gemm", {"fc": GroupedLinear}, available=toy.needs_sm90)
 
 
 def messages(caplog, level=None):
@@ -54,59 +48,26 @@ def test_every_new_plan_is_logged_step_by_step(caplog):
         assert messages(caplog)[0].startswith("new plan: ")
 
 
-def test_plans_are_logged_while_no_rule_exists(caplog):
-    caplog.set_level(logging.INFO, logger="fusedmoe")
-    experts()(rows(), **inputs())
-    assert "  1. forward 0.GroupedLinear: plain PyTorch" in messages(caplog)
-    assert "GroupedLinear runs unfused: no rule matches it" in messages(caplog)
-
-
-def test_a_plan_is_logged_by_label_also_in_nested_chains(caplog):
-    caplog.set_level(logging.INFO, logger="fusedmoe")
-    fm.Sequential(fm.Sequential(fm.SwiGLU()))(rows(requires_grad=False))
-    assert "  1. forward 0.0.SwiGLU: plain PyTorch" in messages(caplog)
-
-
-def test_without_logging_on_nothing_but_warnings(caplog):
-    chain = experts(limit=7.0)
-    with fm.register(OfGpu, gemm_glu()):
-        chain(rows(), **inputs())
-    assert {r.levelno for r in caplog.records} == {logging.WARNING}
-
-
 def test_a_fallback_is_a_warning_where_the_device_could(caplog):
-    caplog.set_level(logging.INFO, logger="fusedmoe")
     with fm.register(gemm_glu()):
-        experts(limit=7.0)(rows(), **inputs())
-    said = messages(caplog, logging.WARNING)
-    assert said == [
-        f"{op} runs unfused on a device that has a kernel for it: toy.gemm_glu: CONSTRAINT: limit 7.0 is not taken, "
-        "use limit=None"
-        for op in ("GroupedLinear", "SwiGLU")
-    ] + [
-        "GroupedLinear runs unfused on a device that has a kernel for it: toy.gemm_glu: NO_MATCH: slot 'act': expected "
-        "SwiGLU | GeGLU, got the end of the chain"
-    ]  # fmt: skip
+        for _ in range(3):  # said once for all layers and calls
+            layer = experts(limit=7.0)
+            for count in (9, 100):
+                layer(rows(count), **inputs())
+    runs, why = "runs unfused on a device that has a kernel for it", "toy.gemm_glu: CONSTRAINT: limit 7.0 is not taken"
+    assert messages(caplog, logging.WARNING) == [
+        *(f"{op} {runs}: {why}, use limit=None" for op in ("GroupedLinear", "SwiGLU")),
+        f"GroupedLinear {runs}: toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU | GeGLU, got the end of the chain",
+    ]
     assert all(r.name == PLANNER for r in caplog.records)
-    assert not any("SwiGLU runs unfused: " in m for m in messages(caplog, logging.INFO) if "DSwiGLU" not in m)
 
 
 def test_a_fallback_is_information_where_the_device_could_not(caplog):
     caplog.set_level(logging.INFO, logger="fusedmoe")
-    with fm.register(OfGpu):
+    with fm.register(OF_GPU):
         experts()(rows(), **inputs())
     assert messages(caplog, logging.WARNING) == []
     assert "GroupedLinear runs unfused: gpu.gemm: UNAVAILABLE: needs sm_90" in messages(caplog)
-
-
-def test_the_same_fallback_is_said_once_for_all_layers_and_calls(caplog):
-    with fm.register(gemm_glu()):
-        for _ in range(3):
-            layer = experts(limit=7.0)
-            for count in (4, 9, 100):
-                layer(rows(max(count, 7)), **inputs())
-    said = messages(caplog, logging.WARNING)
-    assert len(said) == len(set(said)) == 3
 
 
 def test_a_fallback_not_logged_is_not_counted_as_said(caplog):
@@ -119,24 +80,17 @@ def test_a_fallback_not_logged_is_not_counted_as_said(caplog):
     assert len(messages(caplog)) == 3
 
 
-def test_debug_lists_every_rule_tried(caplog):
+def test_debug_lists_every_rule_tried_and_every_record_has_arguments(caplog):
     caplog.set_level(logging.DEBUG, logger="fusedmoe")
-    with fm.register(gemm_glu()), torch.no_grad():
+    with fm.register(gemm_glu(guard=toy.refuse)):
         experts()(rows(), **inputs())
+    assert all(r.args for r in caplog.records)
     assert [m for m in messages(caplog, logging.DEBUG) if m.startswith("  toy.gemm_glu at forward")] == [
         "  toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED",
         "  toy.gemm_glu at forward [1, 2): toy.gemm_glu: NO_MATCH: slot 'fc': expected GroupedLinear, got SwiGLU",
         "  toy.gemm_glu at forward [2, 3): toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU | GeGLU, got the end of "
         "the chain",
     ]
-
-
-def test_every_record_has_arguments_not_a_formatted_text(caplog):
-    caplog.set_level(logging.DEBUG, logger="fusedmoe")
-    with fm.register(gemm_glu(guard=toy.refuse)):
-        experts()(rows(), **inputs())
-    assert caplog.records
-    assert all(r.args for r in caplog.records)
 
 
 @pytest.mark.parametrize(("value", "nearest"), [
@@ -164,24 +118,6 @@ def test_a_pattern_that_matches_no_rule_is_said_once_with_the_nearest(caplog):
     ]
 
 
-def test_a_pattern_of_the_environment_that_matches_no_rule(caplog, monkeypatch):
-    monkeypatch.setenv("FUSEDMOE_DISABLE", "toy.gem")
-    with fm.register(gemm()):
-        experts()(rows(), **inputs())
-    assert [m for m in messages(caplog, logging.WARNING) if "'toy.gem', so it switches nothing off; did you mean" in m]
-
-
-def test_a_pattern_that_matches_is_not_said(caplog):
-    with fm.register(gemm()), fm.disabled("toy.*", "*"):
-        experts()(rows(), **inputs())
-    assert messages(caplog, logging.WARNING) == []
-
-
-def test_a_pattern_is_a_text():
-    with pytest.raises(fm.InputError, match="disabled: patterns: expected names of rules, got 3"):
-        fm.disabled(3)
-
-
 def test_plans_are_logged_by_the_layers_name_in_the_model(caplog):
     """Once `explain` has seen the model; a copy of a layer has no name."""
     caplog.set_level(logging.INFO, logger="fusedmoe")
@@ -200,7 +136,8 @@ def test_plans_are_logged_by_the_layers_name_in_the_model(caplog):
 
 
 SCRIPT = """
-import torch, toy, fusedmoe as fm
+import torch, fusedmoe as fm
+from kit import toy
 with fm.register(toy.gemm_glu(guard=toy.refuse)):
     toy.experts()(toy.rows(), **toy.inputs())
     toy.experts(limit=7.0)(toy.rows(), **toy.inputs())
@@ -209,20 +146,13 @@ with fm.register(toy.gemm_glu(guard=toy.refuse)):
 
 def run(script=SCRIPT, **environment):
     """Run a script as a process of its own; return it with its stderr."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FUSEDMOE_") and k != "TORCH_LOGS"}
     return subprocess.run(
         [sys.executable, "-c", script], env=clean | {"PYTHONPATH": path} | environment, capture_output=True, text=True,
         timeout=120, check=False,
     )  # fmt: skip
-
-
-def test_unset_only_warnings_reach_stderr():
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "toy.gemm_glu declined this call" in done.stderr
-    assert "new plan" not in done.stderr
 
 
 def test_fusedmoe_log_fusion():
@@ -241,18 +171,22 @@ def test_fusedmoe_log_fusion():
 
 
 @pytest.mark.slow
-def test_fusedmoe_log_fusion_debug():
-    done = run(FUSEDMOE_LOG="fusion:debug")
+@pytest.mark.parametrize(
+    ("script", "environment", "debug"),
+    [
+        (SCRIPT, {"FUSEDMOE_LOG": "fusion:debug"}, True),
+        (SCRIPT, {"FUSEDMOE_LOG": "1,fusion"}, False),
+        (SCRIPT, {"TORCH_LOGS": "+fusedmoe"}, True),
+        ("import fusedmoe\n" + SCRIPT, {"TORCH_LOGS": "fusedmoe"}, False),  # whichever is imported first
+    ],
+)
+def test_levels_of_variables(script, environment, debug):
+    done = run(script, **environment)
     assert done.returncode == 0, done.stderr
-    assert "DEBUG fusedmoe.fusion.search.planner:   toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
-
-
-@pytest.mark.slow
-def test_fusedmoe_log_with_a_bad_value_does_not_break_the_import():
-    done = run(FUSEDMOE_LOG="1,fusion")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got '1'") == 1
-    assert "1. forward 0.GroupedLinear" in done.stderr
+    assert done.stderr.count("1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu") == 1
+    assert ("toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr) is debug
+    wrong = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got '1'"
+    assert done.stderr.count(wrong) == ("1" in environment.get("FUSEDMOE_LOG", ""))
 
 
 @pytest.mark.slow
@@ -266,19 +200,3 @@ def test_switches_that_say_nothing_known_are_said_at_import():
         "FUSEDMOE_DISABEL: fusedmoe reads no such environment variable; did you mean 'FUSEDMOE_DISABLE'?",
         "FUSEDMOE_XYZZY: fusedmoe reads no such environment variable",
     ]
-
-
-@pytest.mark.slow
-def test_torch_logs_with_a_plus_is_for_debugging():
-    done = run(TORCH_LOGS="+fusedmoe")
-    assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stderr.splitlines() if "1. forward 0.GroupedLinear +" in line]) == 1
-    assert "toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr
-
-
-@pytest.mark.slow
-def test_torch_logs_without_a_sign_is_for_information():
-    done = run("import fusedmoe\n" + SCRIPT, TORCH_LOGS="fusedmoe")  # whichever is imported first
-    assert done.returncode == 0, done.stderr
-    assert "1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu" in done.stderr
-    assert "toy.gemm_glu at forward [0, 2)" not in done.stderr

@@ -11,7 +11,6 @@ from kit.toy import assert_same, experts, inputs, only_plan, outcome, rows, rule
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.call import settings
-from fusedmoe.fusion.language.rule import FusionRule, RuleError, Step
 from fusedmoe.ops.op import Node
 
 
@@ -67,17 +66,6 @@ def test_settings_hold_inside_the_block_only():
     assert settings.current() == settings.Settings()
 
 
-def test_settings_are_reset_by_an_exception():
-    with pytest.raises(KeyError), fm.strict(), fm.disabled("*"):
-        raise KeyError
-    assert settings.current() == settings.Settings()
-
-
-def test_settings_cannot_be_assigned():
-    with pytest.raises(AttributeError):
-        settings.current().strict = True
-
-
 def test_an_unknown_recipe_lists_the_known_ones():
     known = r"Recipe.*, or one of 'bf16', .*'nvfp4', which may end in ':wgrad=bf16' except 'bf16', got 'fp7'"
     with pytest.raises(fm.InputError, match=known), fm.recipe("fp7"):
@@ -109,21 +97,15 @@ def test_a_recipe_that_inserts_an_op():
     with fm.recipe(Halving()):
         got = outcome(chain, x, **named)
         plan = only_plan(chain, x, **named)
+        y = chain(x, **named)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    (dx,) = torch.autograd.grad((y * weights).sum(), [x])  # under the recipe of the forward pass
+    torch.testing.assert_close(dx, got["x"])
     assert_same({k.replace("2.", "3."): v for k, v in got.items()}, outcome(by_hand, x, **named))
     assert [s.ops[0] for s in plan.steps[:4]] == [
         "0.GroupedLinear", "1.inserted.Halve", "1.SwiGLU", "2.GroupedLinear",
     ]  # fmt: skip
     assert "recipe halving" not in str(only_plan(chain, x, **named))
-
-
-def test_the_backward_pass_uses_the_recipe_of_its_forward():
-    chain, x, named = experts(), rows(), inputs()
-    with fm.recipe(Halving()):
-        inside = outcome(chain, x, **named)["x"]
-        x2 = x.detach().clone().requires_grad_()
-        y = chain(x2, **named)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    torch.testing.assert_close(x2.grad, inside)
 
 
 def test_a_changed_value_of_a_recipe_is_another_plan():
@@ -136,7 +118,7 @@ def test_a_changed_value_of_a_recipe_is_another_plan():
     torch.testing.assert_close(second, chain(x, **named) / 2)
 
 
-@pytest.mark.parametrize("before", ["0", "1", "2", "3"])
+@pytest.mark.parametrize("before", ["0", "3"])
 def test_an_inserted_op_may_take_runtime_inputs_of_the_chain_in_another_order(before):
     """`probs` is the first that the chain takes; the inserted op brings `splits` before it."""
     up, act, down = experts()
@@ -165,12 +147,6 @@ def test_a_rewrite_is_validated(how, text):
         experts()(rows(), **inputs())
 
 
-@pytest.mark.parametrize("recipe", [None, [], 8])
-def test_what_is_no_recipe_is_refused(recipe):
-    with pytest.raises(fm.InputError, match=r"expected a Recipe, .*, or one of"), fm.recipe(recipe):
-        pass
-
-
 def test_a_recipe_that_cannot_be_a_key_is_refused():
     text = "recipe 'rewritten' is part of every plan key and must be hashable"
     with pytest.raises(fm.InputError, match=text), fm.recipe(Rewritten(how=["a", "list"])):
@@ -178,26 +154,19 @@ def test_a_recipe_that_cannot_be_a_key_is_refused():
 
 
 def test_a_rule_sees_the_recipe():
-    class UnderHalving(FusionRule, name="toy.under_halving", direction="forward"):
-        act: fm.SwiGLU
-
-        def offer(self, ctx):
-            fm.require(ctx.recipe.name == "halving", "is for the recipe halving, this is %s", ctx.recipe.name)
-            return Step(needs=("input",), gives=("output",))
-
-        def build(self, ctx, keep):
-            return toy.bound(self.act.compute)
+    def check(self, ctx):
+        fm.require(ctx.recipe.name == "halving", "is for the recipe halving, this is %s", ctx.recipe.name)
 
     chain, x, named = experts(), rows(), inputs()
-    with fm.register(UnderHalving):
-        assert statuses(only_plan(chain, x, **named), "toy.under_halving")[1] == (
-            Status.CONSTRAINT, "is for the recipe halving, this is bf16",
-        )  # fmt: skip
+    under = toy.rule("toy.under", {"act": fm.SwiGLU}, ("input",), run=lambda self, keep: self.act.compute, check=check)
+    with fm.register(under):
+        reason = "is for the recipe halving, this is bf16"
+        assert statuses(only_plan(chain, x, **named), "toy.under")[1] == (Status.CONSTRAINT, reason)
         with fm.recipe(Halving()):
-            assert rules_used(only_plan(chain, x, **named)) == ["toy.under_halving"]
+            assert rules_used(only_plan(chain, x, **named)) == ["toy.under"]
 
 
-def test_disabled_patterns_add_up_and_end():
+def test_disabled_patterns_add_up_and_end(monkeypatch):
     chain, x, named = experts(), rows(), inputs()
     with fm.register(toy.gemm("a.gemm"), toy.glu_scale("b.act")):
 
@@ -205,25 +174,16 @@ def test_disabled_patterns_add_up_and_end():
             return rules_used(only_plan(chain, x, **named))
 
         everything = ["a.gemm", "b.act", "a.gemm"]
-        assert used() == everything
         with fm.disabled("a.*"):
             assert used() == ["b.act"]
             with fm.disabled("b.ac?"):
                 assert used() == []
             assert used() == ["b.act"]
-        with fm.disabled():
-            assert used() == everything
         with fm.disabled("A.*", "gemm"):
             assert used() == everything
-
-
-def test_the_environment_switches_rules_off_at_any_time(monkeypatch):
-    chain, x, named = experts(), rows(), inputs()
-    with fm.register(toy.gemm("a.gemm"), toy.glu_scale("b.act")):
-        for value, expected in [(" a.*, c", ["b.act"]), ("*", []), ("", ["a.gemm", "b.act", "a.gemm"]), (",", 3)]:
+        for value, expected in [(" a.*, c", ["b.act"]), ("*", []), ("", everything), (",", everything)]:
             monkeypatch.setenv("FUSEDMOE_DISABLE", value)
-            used = rules_used(only_plan(chain, x, **named))
-            assert used == expected or len(used) == expected
+            assert used() == expected
 
 
 def test_threads_do_not_affect_each_other():
@@ -264,15 +224,3 @@ def test_threads_do_not_affect_each_other():
             for thread in threads:
                 thread.join(timeout=60)
     assert seen == {"off": "fine", "halved": "fine"}
-
-
-def test_ctx_dtype_of_an_unknown_value_names_the_rule():
-    class Curious(FusionRule, name="toy.curious", direction="forward"):
-        act: fm.SwiGLU
-
-        def offer(self, ctx):
-            fm.require(ctx.dtype("act.wieght") is torch.float64, "only fp64")
-            raise AssertionError
-
-    with fm.register(Curious), pytest.raises(RuleError, match=r"rule 'toy.curious' on 1.SwiGLU: 'act.wieght' names no"):
-        experts()(rows(), **inputs())

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.fusion.report.data import Status
+from fusedmoe.base.checks import reserved
 from fusedmoe.integrations import transformer_engine, transformers
 from fusedmoe.numerics.formats import (
     E2M1,
@@ -26,6 +26,7 @@ from fusedmoe.numerics.formats import (
 )
 from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor
 from fusedmoe.ops import LoRADown, LoRAUp
+from fusedmoe.ops.derived import CHECKED, DERIVED
 
 NAN, INF = math.nan, math.inf
 NO_INTEGERS = [0, -1, True, 1.5, 2.0, NAN, "7", None, [2], torch.tensor(2), np.float32(2), np.bool_(True)]
@@ -161,64 +162,42 @@ CONSTRUCTORS = {
     Custom: {"input": ["mxfp8", mxfp8(), 3], "weight": ["mxfp8", True]},
 }  # fmt: skip
 
-CASES = [
-    pytest.param(make, name, value, id=f"{getattr(make, '__name__', make)}-{name}-{type(value).__name__} {value}"[:70])
-    for make, arguments in CONSTRUCTORS.items()
-    for name, values in arguments.items()
-    for value in values
-]
-
-
-@pytest.mark.parametrize(("make", "name", "value"), CASES)
-def test_a_constructor_refuses(make, name, value):
-    with pytest.raises(fm.InputError, match=f"{name}.*: expected "):
-        make(**{name: value})
-
-
-FROZEN = (
-    format_of,
-    element,
-    fp8_tensor,
-    fp8_row,
-    fp8_block,
-    mxfp8,
-    Delayed,
-    fm.Recipe,
-    FP8Tensor,
-    FP8Row,
-    FP8Block,
-    MXFP8,
-    NVFP4,
-    Custom,
+# they become no attributes of that name that may be set
+ONLY_OPS = (
+    grouped,
+    linear,
+    fm.SwiGLU,
+    fm.ReGLU,
+    fm.GeGLU,
+    fm.Scale,
+    fm.Dispatch,
+    fm.Combine,
+    router,
+    down,
+    up,
+    sequential,
 )
+NOT_KEPT = {"bias", "device", "dtype", "balance_bias"}
+ARGUMENTS = [(make, name) for make, arguments in CONSTRUCTORS.items() for name in arguments]
+LATER = [(make, name) for make, name in ARGUMENTS if make in ONLY_OPS and name not in NOT_KEPT]
+LATER += [(moe, name) for name in ("hidden", *OPTIONS)]
 
 
-def kept(make, name):
-    """Whether an argument becomes an attribute of that name."""
-    if make in FROZEN or getattr(make, "__name__", "") == "<lambda>":
-        return False
-    own = {moe: {"hidden", *OPTIONS}, lora: set(), fm.Quantize: set()}
-    if make in own:
-        return name in own[make]
-    return name not in ({"bias", "device", "dtype", "balance_bias"} if make is not fm.Combine else set())
+@pytest.mark.parametrize(("make", "name"), ARGUMENTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_constructor_refuses(make, name):
+    for value in CONSTRUCTORS[make][name]:
+        with pytest.raises(fm.InputError, match=f"{name}.*: expected "):
+            make(**{name: value})
 
 
-LATER = [case for case in CASES if kept(*case.values[:2])]
-
-
-@pytest.mark.parametrize(("make", "name", "value"), LATER)
-def test_an_attribute_that_is_set_later_is_refused_and_stays(make, name, value):
+@pytest.mark.parametrize(("make", "name"), LATER, ids=lambda value: getattr(value, "__name__", value))
+def test_an_attribute_that_is_set_later_is_refused_and_stays(make, name):
     module = make("probs") if make is fm.Scale else make()
     before = getattr(module, name)
-    with pytest.raises(fm.InputError, match=f"{name}.*: expected "):
-        setattr(module, name, value)
-    assert getattr(module, name) is before or getattr(module, name) == before
-
-
-def test_every_kind_of_case_is_there():
-    """The tables are built by a comprehension: an empty one would pass."""
-    assert len(CASES) > 600
-    assert len(LATER) > 250
+    for value in CONSTRUCTORS[make][name]:
+        with pytest.raises(fm.InputError, match=f"{name}.*: expected "):
+            setattr(module, name, value)
+        assert getattr(module, name) is before
 
 
 def test_numbers_of_numpy_are_kept_as_plain_ones():
@@ -290,18 +269,11 @@ def test_the_parts_of_a_layer_stay_modules(name):
     assert layer(X).shape == X.shape
 
 
-def test_every_derived_value_has_a_reserved_name():
-    from fusedmoe.base.checks import reserved
-    from fusedmoe.ops.derived import DERIVED
-
+def test_reserved_names():
     assert len(DERIVED) >= 3
     assert all(map(reserved, DERIVED))
-
-
-def test_reserved_names_are_listed():
-    with pytest.raises(fm.InputError) as error:
+    with pytest.raises(fm.InputError, match="Scale: name: expected the name of a runtime input") as error:
         fm.Scale("output")
-    assert str(error.value).startswith("Scale: name: expected the name of a runtime input")
     assert all(f"'{name}'" in str(error.value) for name in ("input", "weight", "offsets", "splits", "grad_"))
 
 
@@ -408,17 +380,11 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("call", "value", "name"),
-    [
-        pytest.param(call, value, name, id=f"{label}-{type(value).__name__} {value}"[:60])
-        for label, (call, values, name) in FUNCTIONS.items()
-        for value in values
-    ],
-)
-def test_a_function_refuses(call, value, name):
-    with pytest.raises(fm.InputError, match=rf"({name}).*(expected|missing)"):
-        call(value)
+@pytest.mark.parametrize(("call", "values", "name"), FUNCTIONS.values(), ids=FUNCTIONS.keys())
+def test_a_function_refuses(call, values, name):
+    for value in values:
+        with pytest.raises(fm.InputError, match=rf"({name}).*(expected|missing)"):
+            call(value)
 
 
 def test_what_fm_has_is_in_these_tables():
@@ -427,14 +393,13 @@ def test_what_fm_has_is_in_these_tables():
                     "Router", "MoE", "Sequential", "GroupedLoRA", "Quantizer", "Recipe"}  # fmt: skip
     functions = {"quantize", "explain", "keep_in_bf16", "weight_cache_bytes", "clear_weight_cache", "recipe", "strict",
                  "disabled", "transformers_load_balancing_loss", "plot_expert_load"}  # fmt: skip
-    # test_loading, test_fusion_registry, test_fusion_rule, test_expert_parallel
+    # test_loading, test_fusion_registry, test_fusion_language, test_expert_parallel
     elsewhere = {"load_experts", "register", "require", "rules", "ExpertParallel"}
     nothing_to_check = {"SquaredReLU", "InputError", "FusionError", "RuleError", "MoEStats", "QuantizedTensor"}
     for_rules = {"Attempt", "BackwardOp", "Explanation", "FusionRule", "ModelExplanation", "Op", "PlanContext",
                  "PlanData", "PlannedStep", "Status", "Step", "TensorSpec"}  # fmt: skip
     modules = {"formats", "recipes"}
     assert set(fm.__all__) == constructors | functions | elsewhere | nothing_to_check | for_rules | modules
-    assert Status.FUSED
 
 
 @pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
@@ -451,31 +416,26 @@ def test_quantize_takes_the_names_that_the_op_takes(name):
 # ---- places that address memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize(
     ("name", "bad", "expected"),
     [
         ("row_of_slot", torch.tensor([[0, 1], [2, -1]]), "indices from 0 to 4, for 4 rows, got -1"),
         ("row_of_slot", torch.tensor([[0, 1], [2, 5]]), "indices from 0 to 4, for 4 rows, got 5"),
-        ("row_of_slot", torch.tensor([[True, False], [True, False]]), "int64, as Dispatch provides it, got torch.bool"),
         ("row_of_slot", torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), "int64, .* got torch.int32"),
-        ("row_of_slot", torch.zeros(2, 2), "int64, .* got torch.float32"),
         ("slot_of_row", torch.tensor([0, 1, 2, -3]), "indices from 0 to 3, for 4 rows, got -3"),
         ("slot_of_row", torch.tensor([0, 1, 2, 4]), "indices from 0 to 3, for 4 rows, got 4"),
         ("slot_of_row", torch.tensor([True] * 4), "int64, .* got torch.bool"),
     ],
 )
-def test_places_are_checked_on_a_cpu_and_under_debug(name, bad, expected, debug, monkeypatch):
-    if debug:
-        monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
-    with pytest.raises(fm.InputError, match=f"Combine: {name}: expected {expected}"):
-        fm.Combine()(torch.randn(4, 3), **(ROWS | {name: bad}))
+def test_places_are_checked_on_a_cpu_and_under_debug(name, bad, expected, monkeypatch):
+    for debug in ("0", "1"):
+        monkeypatch.setenv("FUSEDMOE_DEBUG", debug)
+        with pytest.raises(fm.InputError, match=f"Combine: {name}: expected {expected}"):
+            fm.Combine()(torch.randn(4, 3), **(ROWS | {name: bad}))
 
 
 def test_elsewhere_places_outside_address_no_memory(monkeypatch):
     """As on a GPU, where nothing is read on the host: they become sentinels, or the last row."""
-    from fusedmoe.ops.derived import CHECKED
-
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     rows = torch.empty(4, 3)
     of_slots = CHECKED["row_of_slot"].compute(torch.tensor([[0, -1], [7, 4], [3, -(2**40)]]), rows)
@@ -499,7 +459,6 @@ def test_what_dispatch_provides_is_not_checked_again():
 # ---- compiled -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -508,12 +467,13 @@ def test_what_dispatch_provides_is_not_checked_again():
         ({"splits": [1, 1]}, "splits: expected a tensor, got list"),
     ],
 )
-def test_compiled_the_runtime_inputs_are_checked_as_ever(alone, inputs, message):
+def test_compiled_the_runtime_inputs_are_checked_as_ever(inputs, message):
     torch._dynamo.reset()
-    module = torch.compile(grouped() if alone else sequential(), backend="eager")
-    with pytest.raises(fm.InputError, match=message):
-        module(torch.randn(2, 4), **inputs)
-    module(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
+    for module in (grouped(), sequential()):
+        compiled = torch.compile(module, backend="eager")
+        with pytest.raises(fm.InputError, match=message):
+            compiled(torch.randn(2, 4), **inputs)
+        compiled(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
 
 
 def test_compiled_a_refused_op_that_provides_values_runs_without_a_warning_in_the_next_call():
@@ -521,13 +481,8 @@ def test_compiled_a_refused_op_that_provides_values_runs_without_a_warning_in_th
     module, x = torch.compile(fm.Dispatch(num_experts=4), backend="eager"), torch.randn(2, 4, requires_grad=True)
     with pytest.raises(fm.InputError, match="the runtime input 'expert_index' is missing"):
         module(x)
-    y, named = module(x, expert_index=torch.tensor([[0], [1]]), expert_weight=torch.ones(2, 1))
-    assert y.shape == x.shape
+    _, named = module(x, expert_index=torch.tensor([[0], [1]]), expert_weight=torch.ones(2, 1))
     assert named["splits"].tolist() == [1, 1, 0, 0]
-
-
-def test_compiled_as_one_graph_the_message_is_in_the_error_of_the_compiler():
-    torch._dynamo.reset()
     module = torch.compile(sequential(), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="the runtime input 'splits' is missing"):
         module(torch.randn(2, 4))
