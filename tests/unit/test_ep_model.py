@@ -81,11 +81,6 @@ def test_symmetric_reads_few_rows_by_a_kernel():
     assert read_ms < step.gather_ms < 1.1 * read_ms, "beside copies into the shared buffer"
 
 
-def test_a_rank_has_an_expert():
-    mixtral = ep_model.layers()["mixtral-8x7b"]
-    assert [ep_model.ranks_of(mixtral, gpus).ranks for gpus in ep_model.GPUS] == [2, 8, 8, 8]
-
-
 def test_links_have_their_measured_points():
     for size, gb_s in ep_model.NCCL_GB_S.items():
         assert size / NCCL.ms(size) / 1e6 == pytest.approx(gb_s)
@@ -118,13 +113,6 @@ def test_overlap_hides_at_most_the_exchanges():
             for name, step in ep_model.steps(RESULTS, shape, gpus).items():
                 assert 0 < step.around_ms <= step.overlapped_ms <= step.exposed_ms, name
                 assert step.ms > step.compute_ms
-
-
-def test_stages_of_two_ranks_hide_the_exchanges():
-    step = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 2, SYMMETRIC)
-    assert step.gather_ms < step.forward_ms / 3
-    assert step.overlapped_ms == pytest.approx(step.local_ms)
-    assert step.exposed_ms == pytest.approx(step.local_ms + 2 * step.gather_ms + 2 * step.return_ms)
 
 
 def test_stages_of_eight_ranks_hide_a_part():
@@ -186,12 +174,6 @@ def test_the_prediction_has_the_experts_of_the_measurement():
     assert found[1].predicted_ms == pytest.approx(5.0 + alltoall.exposed_ms)
     assert found[1].deviation == pytest.approx(found[1].predicted_ms / 6.0 - 1)
     assert not ep_model.checks(RESULTS, [ep_results("another GPU", alltoall=6.0)]), "without the experts' own time"
-
-
-def test_fast_experts_hide_less():
-    (check,) = ep_model.checks(RESULTS, [ep_results("another GPU", no_communication=0.3, symmetric=1.0)])
-    step = ep_model.predict(RESULTS, ep_model.layers()["qwen3-30b-a3b"], 2, SYMMETRIC)
-    assert step.overlapped_ms < check.predicted_ms - 0.3 < step.exposed_ms
 
 
 def test_the_page_of_scale_has_the_deviation_from_measurements(tmp_path):

@@ -6,6 +6,7 @@ from kit.toy import assert_same, bound, dgrad_dglu, experts, inputs, only_plan, 
 from kit.toy import rows as tokens
 
 import fusedmoe as fm
+from fusedmoe.builtin_rules.rows import dispatch
 from fusedmoe.call.partition import partition_for
 from fusedmoe.fusion.graph.steps import Fused
 from fusedmoe.fusion.language.rule import RuleError
@@ -206,3 +207,19 @@ def test_no_pairs_where_torch_fills_new_tensors(rules):
 def test_frozen_weights_leave_nothing_to_run_beside(rules):
     chain = experts().requires_grad_(False)
     assert not only_plan(chain, tokens(), **inputs()).beside
+
+
+@pytest.mark.parametrize(("readable", "sms"), [(True, 16), (False, 0)])
+def test_a_sum_of_copied_rows_runs_alone(readable, sms, monkeypatch):
+    """The memory of the copy is free when the call returns, while the next step may still read it."""
+    launched = []
+
+    def bind_sum_slots(rows, row_of_slot, scale, addend, sms):
+        return lambda rows, *_: launched.append((rows.is_contiguous(), sms))
+
+    monkeypatch.setattr(dispatch.slot_functions, "bind_sum_slots", bind_sum_slots)
+    rows = torch.ones(8, 64, dtype=torch.bfloat16)
+    rows = rows if readable else rows[:1, :1].expand(8, 64)  # as autograd gives the gradient of a sum
+    row_of_slot = torch.arange(8).view(4, 2)
+    dispatch.bind_sum(rows, row_of_slot, None, 16)(rows, row_of_slot)
+    assert launched == [(True, sms)]

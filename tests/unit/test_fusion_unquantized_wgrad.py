@@ -1,32 +1,15 @@
-"""``wgrad="bf16"`` in plans: what weight gradients read, what is kept, the rules that match them, and its names."""
-
-import dataclasses
+"""``wgrad="bf16"`` in plans: the operands of weight gradients, the values kept, and the rules that match them."""
 
 import pytest
 import torch
 from kit import sm90_stand_ins as stand_ins
-from kit.toy import only_plan, outcome
-from test_explain_quantized import check_bytes
+from kit.saved import check_bytes
+from kit.toy import only_plan, outcome, rule, status
 from test_sm90_rules import called, hopper_machine  # noqa: F401  (a fixture)
-from test_te_recipes import DelayedScaling
 
 import fusedmoe as fm
 from fusedmoe import Status
-from fusedmoe.fusion.language.rule import FusionRule, Step
-from fusedmoe.numerics.formats import Delayed, fp8_tensor, mxfp8, nvfp4
-from fusedmoe.numerics.recipes import BF16 as NOTHING
-from fusedmoe.numerics.recipes import (
-    MXFP8,
-    NVFP4,
-    RECIPES,
-    Custom,
-    FP8Block,
-    FP8Row,
-    FP8Tensor,
-    named,
-    resolve,
-    shortest,
-)
+from fusedmoe.numerics.recipes import RECIPES
 from fusedmoe.ops import SwiGLU
 
 BF16 = torch.bfloat16
@@ -110,14 +93,6 @@ def test_nothing_is_kept_for_a_frozen_weight_or_in_inference():
         assert plan_under("mxfp8:wgrad=bf16", chain, rows(), splits=SPLITS).kept == ()
 
 
-def test_the_explanation_names_it():
-    plan = plan_under("fp8_block:wgrad=bf16", experts(), rows(), splits=SPLITS)
-    assert plan.formats == {
-        "fp8 e4m3 128x128": ("0:weight", "2:weight"),
-        "fp8 e4m3 1x128, wgrad bf16": ("0:input", "2:input", "2:grad", "0:grad"),
-    }
-
-
 def test_the_quantized_weights_are_those_of_the_quantized_recipe():
     chain, x = experts(), rows()
     with fm.recipe("mxfp8"):
@@ -142,20 +117,14 @@ def test_one_layer_of_a_chain(layer):
 
 
 def test_a_fused_step_that_cannot_keep_the_rows_gives_way():
-    class GluQuantize(FusionRule, name="toy.glu_quantize", direction="forward"):
-        act: SwiGLU
-        quantize: fm.Quantize
-        takes_quantized = True
-
-        def offer(self, ctx):
-            return Step(needs=("input", "quantize.offsets"), gives=("output",), keeps=("output:columns",))
-
-    with fm.register(GluQuantize):
-        plan = plan_under("mxfp8:wgrad=bf16", experts(), rows(), splits=SPLITS)
-    (attempt,) = [a for a in plan.attempts if a.rule == "toy.glu_quantize" and a.start == 2]
-    assert (attempt.status, attempt.reason) == (
-        Status.CONSTRAINT, "cannot keep 2:input.input, which 2.Wgrad needs",
+    glu_quantize = rule(
+        "toy.glu_quantize", {"act": SwiGLU, "quantize": fm.Quantize}, ("input", "quantize.offsets"),
+        takes_quantized=True, keeps=("output:columns",),
     )  # fmt: skip
+    with fm.register(glu_quantize):
+        plan = plan_under("mxfp8:wgrad=bf16", experts(), rows(), splits=SPLITS)
+    why = Status.CONSTRAINT, "cannot keep 2:input.input, which 2.Wgrad needs"
+    assert status(plan, "toy.glu_quantize", 2) == why
 
 
 # --- the rules for sm_90 -------------------------------------------------------------------------------------------
@@ -222,96 +191,3 @@ def test_they_compute_the_unfused_gradients(main_grad):
     for a, b in zip(found, wanted, strict=True):
         assert b.any()
         torch.testing.assert_close(a.float(), b.float(), rtol=2e-2, atol=2e-2 * b.abs().max().item())
-
-
-# --- names ---------------------------------------------------------------------------------------------------------
-
-
-@every_name
-def test_names(name):
-    text, kind = f"{name}:wgrad=bf16", type(RECIPES[name])
-    recipe = kind(wgrad="bf16")
-    assert named(text) == resolve(text) == recipe != kind()
-    assert hash(recipe) != hash(kind())
-    assert shortest(recipe) == text
-    assert shortest(kind()) == name
-    roles, plain = recipe.roles(), kind().roles()
-    assert roles.weight == plain.weight
-    for role, other in ((roles.input, plain.input), (roles.grad, plain.grad)):
-        assert (role.format, role.delayed, role.stochastic_rounding) == (
-            other.format, other.delayed, other.stochastic_rounding,
-        )  # fmt: skip
-        assert (role.wgrad, role.hadamard, other.wgrad) == ("bf16", False, "quantized")
-        assert str(role).endswith(", wgrad bf16")
-    op = fm.Quantize(text, text, text)
-    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(roles)
-    with fm.recipe(text) as found:
-        assert found == recipe
-    assert f"recipe='{text}'" in repr(fm.Linear(H, H, recipe=text))
-
-
-def test_other_fields_stay():
-    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
-    assert recipe.roles().grad == fm.Quantizer(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
-    assert shortest(recipe) is recipe
-    assert NVFP4(hadamard=True, wgrad="bf16").roles().grad.hadamard is False
-    quantizers = Custom("mine", input=fm.Quantizer(mxfp8())).roles()
-    assert quantizers.with_wgrad("bf16") == (fm.Quantizer(mxfp8(), wgrad="bf16"), None, None)
-    assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
-
-
-@pytest.mark.parametrize(
-    ("override", "wgrad"), [((False, False, False), "quantized"), ((False, False, True), "bf16")], ids=str
-)
-def test_a_recipe_of_transformer_engine(override, wgrad):
-    assert resolve(older(override)) == FP8Tensor(delayed=Delayed(1024), wgrad=wgrad)
-
-
-def older(override):
-    """A recipe of a version of Transformer Engine that has this field."""
-    fields = [("override_linear_precision", object, override)]
-    return dataclasses.make_dataclass("Older", fields, bases=(DelayedScaling,))()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: FP8Block(wgrad="fp16"), "FP8Block: wgrad: expected 'quantized' or 'bf16', got 'fp16'"),
-        (lambda: FP8Row(wgrad=True), "FP8Row: wgrad: expected 'quantized' or 'bf16', got True"),
-        (
-            lambda: fm.Quantizer(mxfp8(), wgrad=BF16),
-            "Quantizer: wgrad: expected 'quantized' or 'bf16', got torch.bfloat16",
-        ),
-        (
-            lambda: fm.Quantizer(nvfp4(), hadamard=True, wgrad="bf16"),
-            "Quantizer: hadamard: expected False for wgrad='bf16', which rotates nothing",
-        ),
-        (
-            lambda: fm.Quantize(weight=fm.Quantizer(mxfp8(), wgrad="bf16")),
-            "weight: expected a quantizer with wgrad='quantized', got mxfp8 e4m3 1x32, wgrad bf16",
-        ),
-        (lambda: MXFP8().roles().with_wgrad("fp8"), "Quantizer: wgrad: expected 'quantized' or 'bf16', got 'fp8'"),
-        (lambda: resolve("bf16:wgrad=bf16"), "may end in ':wgrad=bf16' except 'bf16', got 'bf16:wgrad=bf16'"),
-        (lambda: resolve("mxfp8:wgrad=fp16"), "expected a Recipe, .* got 'mxfp8:wgrad=fp16'"),
-        (lambda: resolve("mxfp8:"), "expected a Recipe, .* got 'mxfp8:'"),
-        (lambda: resolve(":wgrad=bf16"), "expected a Recipe, .* got ':wgrad=bf16'"),
-        (lambda: fm.Quantize("fp7:wgrad=bf16"), "Quantize: forward: expected .* got 'fp7:wgrad=bf16'"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_values_that_do_not_exist(make, message):
-    with pytest.raises(fm.InputError, match=message):
-        make()
-
-
-@pytest.mark.parametrize("override", [(True, False, True), (False, True, False), None, (True, True)], ids=str)
-def test_other_overrides_are_refused(override):
-    with pytest.raises(fm.InputError, match=r"recipe Older: override_linear_precision: expected \(False, .* got "):
-        resolve(older(override))
-
-
-def test_a_recipe_without_the_field_has_no_such_name(monkeypatch):
-    monkeypatch.setitem(RECIPES, "mine", Custom("mine"))
-    assert named("mine") == Custom("mine")
-    assert named("mine:wgrad=bf16") is None
-    assert named("bf16") is NOTHING

@@ -185,3 +185,27 @@ def test_imports_are_statements_or_import_module():
     """Those that the walk finds."""
     others = re.compile(r"__import__|sys\.modules(\.get\(|\[)[\"']fusedmoe")
     assert {m for m in MODULES if others.search(SOURCES[m])} == set()
+
+
+# ---- the tests themselves -----------------------------------------------------------------------------------------
+
+TESTS = Path(__file__).parents[1]
+TEST_MODULES = {path.stem: path for path in TESTS.rglob("test_*.py")}
+IMPORT_EACH_OTHER: set[str] = set()  # modules that still import another test module
+
+
+def test_no_test_module_imports_another():
+    """Two modules share what is in tests/kit."""
+    found = set()
+    for name, path in TEST_MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if any(imported.rpartition(".")[2] in TEST_MODULES for imported in names):
+                found.add(name)
+    assert found == IMPORT_EACH_OTHER
+
+
+def test_base_names_of_test_modules_are_unique():
+    """pytest imports them by these."""
+    assert len(TEST_MODULES) == len([*TESTS.rglob("test_*.py")])

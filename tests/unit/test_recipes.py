@@ -26,7 +26,20 @@ from fusedmoe.numerics.formats import (
     nvfp4,
 )
 from fusedmoe.numerics.formats.roles import ROLES, Roles
-from fusedmoe.numerics.recipes import BF16, MXFP8, NVFP4, RECIPES, Custom, FP8Block, FP8Row, FP8Tensor, Recipe, resolve
+from fusedmoe.numerics.recipes import (
+    BF16,
+    MXFP8,
+    NVFP4,
+    RECIPES,
+    Custom,
+    FP8Block,
+    FP8Row,
+    FP8Tensor,
+    Recipe,
+    named,
+    resolve,
+    shortest,
+)
 from fusedmoe.ops.op import Node
 
 E, H, I = 2, 64, 32  # noqa: E741
@@ -76,6 +89,39 @@ def test_names_and_defaults():
     assert FP8Block() == FP8Block("fp8_block", hybrid=False, power_of_two=True, amax_epsilon=0.0)
     assert MXFP8() == MXFP8("mxfp8", hybrid=False, scale_rule="rceil", weight_2d=False)
     assert NVFP4() == NVFP4("nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True)
+
+
+# --- wgrad="bf16", see test_fusion_unquantized_wgrad.py -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_names_with_an_unquantized_wgrad(name):
+    text, kind = f"{name}:wgrad=bf16", CLASSES[name]
+    recipe = kind(wgrad="bf16")
+    assert named(text) == resolve(text) == recipe != kind()
+    assert hash(recipe) != hash(kind())
+    assert (shortest(recipe), shortest(kind())) == (text, name)
+    roles, plain = recipe.roles(), kind().roles()
+    assert roles.weight == plain.weight
+    for role, other in ((roles.input, plain.input), (roles.grad, plain.grad)):
+        assert role == dataclasses.replace(other, wgrad="bf16", hadamard=False)
+        assert str(role).endswith(", wgrad bf16")
+    op = fm.Quantize(text, text, text)
+    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(roles)
+    assert f"recipe='{text}'" in repr(fm.Linear(H, H, recipe=text))
+
+
+def test_other_fields_stay(monkeypatch):
+    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
+    assert recipe.roles().grad == q(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
+    assert shortest(recipe) is recipe
+    quantizers = Custom("mine", input=q(mxfp8())).roles()
+    assert quantizers.with_wgrad("bf16") == (q(mxfp8(), wgrad="bf16"), None, None)
+    assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
+    monkeypatch.setitem(RECIPES, "mine", Custom("mine"))  # without the field
+    assert named("mine") == Custom("mine")
+    assert named("mine:wgrad=bf16") is None
+    assert named("bf16") is BF16
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -163,33 +209,15 @@ def test_a_changed_value_is_another_plan_with_other_results():
         assert all(torch.equal(got[name], want[name]) for name in want), make()
 
 
-@pytest.mark.parametrize("make", VARIANTS)
-def test_recipes_are_values(make):
-    recipe = make()
-    assert recipe == make()
-    assert hash(recipe) == hash(make())
-    assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        recipe.name = "another"
-    assert dataclasses.replace(recipe, name="another") != recipe
-
-
-def test_the_innermost_recipe_holds():
-    chain, x, names = experts(), rows(), []
-
-    def note():
-        names.append(only_plan(chain, x, splits=SPLITS).recipe)
-
-    with fm.recipe("mxfp8") as outer:
-        assert outer == MXFP8()
-        note()
-        with fm.recipe(NVFP4(name="mine")):
-            note()
-            with fm.recipe("bf16"):
-                note()
-        note()
-    note()
-    assert names == ["mxfp8", "mine", "bf16", "mxfp8", "bf16"]
+def test_recipes_are_values():
+    for make in VARIANTS:
+        recipe = make()
+        assert recipe == make()
+        assert hash(recipe) == hash(make())
+        assert pickle.loads(pickle.dumps(recipe)) == recipe == copy.deepcopy(recipe)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            recipe.name = "another"
+        assert dataclasses.replace(recipe, name="another") != recipe
 
 
 # --- what they insert ----------------------------------------------------------------------------------------------
@@ -208,13 +236,7 @@ def test_what_a_recipe_puts_around_a_layer():
         "1:weight.Quantize", "1:input.Quantize", "1.Linear", "1:grad.Quantize",
     ]  # fmt: skip
     assert rewritten("mxfp8", act, fm.Scale("s")) == ["0.SwiGLU", "1.Scale"]
-
-
-def test_a_subclass_of_a_layer_is_a_layer():
-    class Mine(fm.GroupedLinear):
-        pass
-
-    assert "0:input.Quantize" in rewritten("mxfp8", Mine(E, H, H))
+    assert "0:input.Quantize" in rewritten("mxfp8", type("Mine", (fm.GroupedLinear,), {})(E, H, H))
 
 
 def test_labels_are_those_of_nested_modules():
@@ -231,14 +253,13 @@ def test_labels_are_those_of_nested_modules():
     [
         ([("mxfp8", None, None)], [], ["1:weight", "0", "1", "1:grad"]),
         ([(None, None, "mxfp8")], [], ["0", "1:input", "1", "1:grad"]),
-        ([("mxfp8", None, "mxfp8")], [], ["0", "1", "1:grad"]),
         ([("mxfp8", None, None), (None, None, "mxfp8")], [], ["0", "1", "2", "2:grad"]),
         ([], [(None, "mxfp8", None)], ["0:weight", "0:input", "0", "1"]),
         ([], [("mxfp8", None, None)], ["0:weight", "0:input", "0", "0:grad", "1"]),
         ([("mxfp8", None, "mxfp8")], [(None, "mxfp8", None)], ["0", "1", "2"]),
         ([(None, "mxfp8", None)], [], ["0", "1:weight", "1:input", "1", "1:grad"]),
     ],
-    ids=["rows", "weight", "both", "in two ops", "gradient", "rows after", "all", "a gradient before"],
+    ids=["rows", "weight", "in two ops", "gradient", "rows after", "all", "a gradient before"],
 )
 def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, after, expected):
     ops = [*(fm.Quantize(*a) for a in before), fm.GroupedLinear(E, H, H), *(fm.Quantize(*a) for a in after)]
@@ -261,12 +282,6 @@ def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, after, expecte
         assert torch.equal(a, b)
 
 
-def test_an_op_elsewhere_in_the_chain_fills_in_nothing():
-    up, act, down = experts()
-    chain = fm.Sequential(up, fm.Quantize("fp8_row"), act, down)
-    assert "3:input.Quantize" in quantized_by("mxfp8", chain, rows(), splits=SPLITS)
-
-
 @pytest.mark.parametrize("role", ["input", "weight", "grad"])
 def test_a_recipe_of_ones_own_may_leave_operands_alone(role):
     recipe = Custom("half", **{role: q(mxfp8())})
@@ -274,12 +289,6 @@ def test_a_recipe_of_ones_own_may_leave_operands_alone(role):
     assert found == [f"0:{role}.Quantize" + ("Grad" if role == "grad" else "")]
     assert Custom().roles() == Roles(None, None, None)
     assert quantized_by(Custom(), experts(), rows(), splits=SPLITS) == []
-
-
-def test_a_chain_of_nothing_to_quantize_is_left_alone():
-    chain, x = fm.Sequential(fm.SwiGLU(), fm.Scale("s")), torch.randn(3, H)
-    with fm.recipe("mxfp8"):
-        assert torch.equal(chain(x, s=torch.ones(3)), fm.SwiGLU()(x))
 
 
 def test_a_layer_alone_is_quantized_too():
@@ -329,17 +338,6 @@ def test_a_layers_recipe_is_in_its_text_and_its_copies(kind):
     assert "recipe" not in make(recipe="mxfp8").state_dict()
 
 
-@each_layer
-def test_a_recipe_that_there_is_not_is_refused_at_once(kind):
-    make, _ = LAYERS[kind]
-    with pytest.raises(fm.InputError, match=r"expected a Recipe, .* 'mxfp8', .* got 'fp7'"):
-        make(recipe="fp7")
-    layer = make(recipe="mxfp8")
-    with pytest.raises(fm.InputError, match=r"expected a Recipe, .* got \['mxfp8'\]"):
-        layer.recipe = ["mxfp8"]
-    assert layer.recipe == MXFP8()
-
-
 def test_an_override_of_rewrite_replaces_the_insertion_by_roles():
     @dataclasses.dataclass(frozen=True)
     class AllButTheFirst(MXFP8):
@@ -366,18 +364,6 @@ def test_roles_of_another_type_are_refused_by_the_recipes_name():
 
     with fm.recipe(Mine()), pytest.raises(fm.InputError, match=r"recipe 'mine': roles\(\) must return .*Roles, got"):
         experts()(rows(), splits=SPLITS)
-
-
-def test_layers_of_a_chain_may_differ():
-    chain, x = experts(), rows()
-    chain[0].recipe, chain[2].recipe = "mxfp8", "bf16"
-    assert quantized_by("nvfp4", chain, x, splits=SPLITS) == [
-        "0:weight.Quantize", "0:input.Quantize", "0:grad.QuantizeGrad",
-    ]  # fmt: skip
-    with fm.recipe("nvfp4"):
-        plan = only_plan(chain, x, splits=SPLITS)
-    paths = {s.ops[0]: s.path for s in plan.steps if s.path}
-    assert paths == dict.fromkeys(("0.GroupedLinear", "0.Wgrad", "0.Dgrad"), "emulated")
 
 
 class Block(nn.Module):
@@ -427,9 +413,7 @@ def test_first_and_last_layers_stay_in_bf16():
     ("first", "last", "expected"),
     [
         (0, 0, []),
-        (2, 0, ["0.mlp", "1.mlp"]),
         (0, 2, ["1.mlp", "2.mlp"]),
-        (2, 2, ["0.mlp", "1.mlp", "2.mlp"]),
         (3, 3, ["0.mlp", "1.mlp", "2.mlp"]),
     ],
 )
@@ -439,20 +423,6 @@ def test_layers_are_counted_from_both_ends(first, last, expected):
     for name, op in linear_ops(net).items():
         if not name.endswith("shared_gate"):
             assert (op.recipe == BF16) is any(name.startswith(f"{e}.") for e in expected)
-
-
-@pytest.mark.parametrize(("first", "last"), [(4, 0), (0, 4), (-1, 0), (0, -1)])
-def test_there_are_no_more_layers_than_there_are(first, last):
-    net = model("dense", "moe", "dense")
-    with pytest.raises(fm.InputError, match=r"keep_in_bf16: (first|last): expected 0 to 3, the number of layers, got"):
-        fm.keep_in_bf16(net, first, last)
-    assert all(op.recipe is None for name, op in linear_ops(net).items() if "shared_gate" not in name)
-
-
-def test_a_layer_by_itself_is_a_model_of_one():
-    chain = experts()
-    assert fm.keep_in_bf16(chain, first=1) == [""]
-    assert quantized_by("mxfp8", chain, rows(), splits=SPLITS) == []
 
 
 def test_routers_and_gates_are_quantized_by_nobody():
@@ -478,57 +448,33 @@ def test_routers_and_gates_are_quantized_by_nobody():
     [
         (
             lambda: fm.Quantize("fp7"),
-            "Quantize: forward: expected .* one of 'fp8_tensor', .*'nvfp4', which may end in ':wgrad=bf16', got 'fp7'",
+            "forward: expected .* one of 'fp8_tensor', .*, which may end in ':wgrad=bf16', got",
         ),
-        (lambda: fm.Quantize("bf16"), "Quantize: forward: .* got 'bf16'"),
-        (lambda: fm.Quantize(backward="fp7"), "Quantize: backward: .* got 'fp7'"),
         (lambda: fm.Quantize(3), "Quantize: forward: expected a Quantizer, a Format, a name or None, got 3"),
-        (lambda: fm.Quantize(weight=E4M3), "Quantize: weight: expected a Quantizer, a Format, a name or None, got E"),
-        (
-            lambda: fm.Quantize(weight=q(nvfp4(), hadamard=True)),
-            "weight: expected a quantizer without hadamard, got nvfp4 e2m1 1x16, Hadamard",
-        ),
-        (lambda: MXFP8(scale_rule="x"), "MXFP8: scale_rule: expected 'rceil' or 'floor', got 'x'"),
-        (lambda: Delayed(history=0), "Delayed: history: expected a number of steps, 1 or more, got 0"),
-        (lambda: Delayed(history=2.5), "Delayed: history: expected a number of steps, 1 or more, got 2.5"),
-        (lambda: Delayed(margin=0.5), "Delayed: margin: expected a number of binades, got 0.5"),
-        (lambda: Delayed(most_recent=1), "Delayed: most_recent: expected True or False, got 1"),
-        (
-            lambda: FP8Tensor(delayed=True),
-            "FP8Tensor: delayed: expected a fusedmoe.numerics.formats.Delayed or None, got True",
-        ),
-        (lambda: MXFP8(True), "MXFP8: name: expected a str, got True"),
-        (lambda: NVFP4(hadamard=0), "NVFP4: hadamard: expected True or False, got 0"),
-        (lambda: Custom(input=mxfp8()), "Custom: input: expected a fusedmoe.Quantizer or None, got Format"),
-        (
-            lambda: fm.Quantize(weight=q(nvfp4(), stochastic_rounding=True)),
-            "weight: expected a quantizer that rounds to nearest, got nvfp4 e2m1 1x16, stochastic rounding",
-        ),
-        (
-            lambda: fm.quantize(torch.ones(2, 2), q(fp8_tensor(), delayed=Delayed())),
-            r"quantize: encode: expected \(E,\) float32, since the quantizer has delayed scaling, got None",
-        ),
-        (
-            lambda: fm.keep_in_bf16(fm.MoE(8, 8, 2, 1), first=1.0),
-            "keep_in_bf16: first: expected 0 to 1, the number of layers, got 1.0",
-        ),
+        (lambda: fm.Quantize(weight=q(nvfp4(), hadamard=True)), "weight: expected a quantizer without hadamard"),
+        (lambda: fm.Quantize(weight=q(nvfp4(), stochastic_rounding=True)), "weight: .* rounds to nearest"),
+        (lambda: fm.quantize(torch.ones(2, 2), q(fp8_tensor(), delayed=Delayed())), "encode: .* delayed .*, got None"),
         (lambda: q(mxfp8(), stochastic_rounding=True), "stochastic_rounding: expected a format of e2m1, got mxfp8"),
         (lambda: q(fp8_row(), hadamard=True), "hadamard: expected blocks of one row, got fp8 e4m3 per-row"),
         (lambda: q(nvfp4(16), hadamard=True), "hadamard: expected blocks of one row, got nvfp4"),
         (lambda: q(fp8_row(), delayed=Delayed()), "delayed: expected a format with one scale per tensor, got fp8"),
         (lambda: Format("f", E4M3, (0, 32), ScaleRule.FP32), "Format 'f': block: expected positive sizes"),
-        (lambda: Format("f", E4M3, (None, 32), ScaleRule.FP32), "Format 'f': block: expected positive sizes; None"),
         (lambda: Format("f", E4M3, (1, None), ScaleRule.RCEIL), "block: expected a size along, .* 'rceil'"),
         (lambda: Format("f", E4M3, (2, None), ScaleRule.FP32), "block: expected 1 or None across"),
         (lambda: Format("f", E4M3, (1, 32), ScaleRule.FP32, True), "tensor_scale: expected False .* 'fp32', got True"),
         (lambda: Format("f", E2M1, (1, 16), ScaleRule.TWO_LEVEL), "tensor_scale: expected True .* got False"),
         (lambda: Format("f", E2M1, (1, 16), ScaleRule.FP32), "element: expected e2m1 for the rule 'two level'"),
         (lambda: Format("f", E4M3, (1, 16), ScaleRule.TWO_LEVEL, True), "element: expected e2m1 .* 'two level'"),
-        (lambda: fp8_row(amax_epsilon=-1.0), "amax_epsilon: expected 0 or more, .* got -1.0"),
-        (
-            lambda: Format("f", E4M3, (1, 32), ScaleRule.RCEIL, amax_epsilon=1.0),
-            "amax_epsilon: .* 0 for scales that are not fp32, got 1.0",
-        ),
+        (lambda: Format("f", E4M3, (1, 32), ScaleRule.RCEIL, amax_epsilon=1.0), "amax_epsilon: .* not fp32, got 1.0"),
+        # wgrad="bf16"
+        (lambda: q(nvfp4(), hadamard=True, wgrad="bf16"), "hadamard: expected False for wgrad='bf16'"),
+        (lambda: fm.Quantize(weight=q(mxfp8(), wgrad="bf16")), "weight: expected a quantizer with wgrad='quantized'"),
+        (lambda: MXFP8().roles().with_wgrad("fp8"), "Quantizer: wgrad: expected 'quantized' or 'bf16', got 'fp8'"),
+        (lambda: resolve("bf16:wgrad=bf16"), "may end in ':wgrad=bf16' except 'bf16', got 'bf16:wgrad=bf16'"),
+        *[
+            (lambda name=name: resolve(name), f"expected a Recipe, .* got '{name}'")
+            for name in ("mxfp8:wgrad=fp16", "mxfp8:", ":wgrad=bf16")
+        ],
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -540,24 +486,16 @@ def test_arguments_that_make_no_sense(make, message):
 @pytest.mark.parametrize(
     ("ops", "message"),
     [
-        (lambda: [fm.Quantize(weight="mxfp8")], r"0.Quantize\(weight=.*expected a linear layer to follow, got the end"),
-        (lambda: [fm.Quantize(weight="mxfp8"), fm.SwiGLU()], r"a linear layer to follow, got 1.SwiGLU"),
-        (
-            lambda: [fm.Quantize(weight="mxfp8"), fm.Quantize(weight="fp8_row"), fm.GroupedLinear(E, H, H)],
-            "1.Quantize.*2's weight would be quantized twice",
-        ),
+        (list, r"0.Quantize\(weight=.*expected a linear layer to follow, got the end"),
+        (lambda: [fm.SwiGLU()], r"a linear layer to follow, got 1.SwiGLU"),
+        (lambda: [nn.Identity(), fm.Linear(H, H)], "a linear layer to follow, got the end of the chain"),
+        (lambda: [fm.Quantize(weight="fp8_row"), fm.Linear(H, H)], "1.Quantize.*2's weight would be quantized twice"),
     ],
-    ids=["alone", "an activation", "twice"],
+    ids=["alone", "an activation", "another module", "twice"],
 )
-def test_a_weight_is_that_of_the_layer_behind(ops, message):
+def test_a_weight_is_that_of_the_layer_after(ops, message):
     with pytest.raises(fm.InputError, match=message):
-        fm.Sequential(*ops())(rows(), **({"splits": SPLITS} if len(ops()) == 3 else {}))
-
-
-def test_no_weight_is_reached_across_another_module():
-    chain = fm.Sequential(fm.Quantize(weight="mxfp8"), nn.Identity(), fm.Linear(H, H))
-    with pytest.raises(fm.InputError, match="a linear layer to follow, got the end of the chain"):
-        chain(rows())
+        fm.Sequential(fm.Quantize(weight="mxfp8"), *ops())(rows())
 
 
 # --- what is said --------------------------------------------------------------------------------------------------
@@ -568,12 +506,9 @@ def test_the_explanation_shows_what_is_quantized_and_how_it_is_multiplied():
     with fm.recipe("mxfp8"):
         plan = only_plan(chain, x, splits=SPLITS)
     text = str(plan)
-    assert steps(plan)[:4] == ["0:weight.Quantize", "2:weight.Quantize", "0:input.Quantize", "0.GroupedLinear"]
     products = [op for s in plan.steps if s.path == "emulated" for op in s.ops]
     assert products == ["0.GroupedLinear", "2.GroupedLinear", "2.Wgrad", "2.Dgrad", "0.Wgrad", "0.Dgrad"]
     assert text.count("unfused emulated") == 6
-    assert "recipe mxfp8" in text
-    chain(x, splits=SPLITS)
     with fm.recipe("mxfp8"):
         chain(x, splits=SPLITS)
     # per expert 64 * 64 + 64 * 32 elements of one byte, and one byte of scale per 32 elements; in two forms, since the
@@ -585,8 +520,6 @@ def test_the_explanation_shows_what_is_quantized_and_how_it_is_multiplied():
     assert frozen.weight_bytes == plan.weight_bytes - E * H * 2 * I * 33 // 32
     plain = only_plan(chain, x, splits=SPLITS)
     assert plain.weight_bytes == 0
-    assert "quantized weights" not in str(plain)
-    assert "emulated" not in str(plain)
 
 
 @pytest.mark.parametrize("name", CLASSES)
