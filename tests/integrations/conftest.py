@@ -1,6 +1,10 @@
-"""Process groups of the tests here."""
+"""Process groups, frameworks and compiled graphs of the tests here."""
+
+import importlib.util
+import warnings
 
 import pytest
+import torch
 from torch import distributed as dist
 
 
@@ -24,3 +28,47 @@ def mesh():
         yield dist.init_device_mesh("cpu", (1,))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def registered():
+    """The experts of transformers may be ours. Every message is said again."""
+    import fusedmoe.integrations.transformers as fusedmoe_transformers
+    from fusedmoe.base.log import forget_said
+
+    forget_said()
+    fusedmoe_transformers.register()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_graphs():
+    """No graph of another test is there, and none is left."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def chains_called(monkeypatch):
+    """The experts' chains that integrations called with parameters of a model."""
+    import fusedmoe as fm
+
+    chains, run = [], fm.Sequential.forward_with
+
+    def noted(self, *args, **kwargs):
+        chains.append(self)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(fm.Sequential, "forward_with", noted)
+    return chains
+
+
+@pytest.fixture(scope="session")
+def peft():
+    """The package, imported as if there were no Transformer Engine: it takes the recipes alone for all of it."""
+    find, absent = importlib.util.find_spec, "transformer_engine"
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("peft")

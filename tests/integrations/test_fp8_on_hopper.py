@@ -3,10 +3,7 @@
 tests/gpu/test_fp8_ways.py runs these plans.
 """
 
-import importlib
-
 import pytest
-import test_fp8_ways as ways
 import torch
 import transformers
 from kit import megatron_stand_in, torchtitan_stand_in
@@ -26,11 +23,6 @@ def plan_of(model):
     (group,) = fm.explain(model, tokens=512, arch=90).groups
     (plan,) = group.explanation.plans
     return plan
-
-
-@pytest.fixture
-def registered():
-    importlib.import_module("fusedmoe.integrations.transformers").register()
 
 
 @EACH
@@ -53,11 +45,6 @@ def test_an_fp8_checkpoint_of_transformers():
     assert not plan.unfused, str(plan)
     assert {"sm90.fp8_grouped_gemm_activation", "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_dgrad"} <= set(rules(plan))
     assert not {rule for rule in rules(plan) if "wgrad" in rule or "quantize_weight" in rule}
-
-
-def test_transformer_engine():
-    with fm.recipe(ways.Float8BlockScaling()):
-        assert_products_are_fp8(plan_of(fm.MoE(H, I, E, 2, dtype=BF16)), "fp8_block")
 
 
 @EACH

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 from kit import plain_models
+from kit.compare import assert_bitwise, assert_close, label, pairwise
 from torch import nn
 
 import fusedmoe as fm
@@ -26,6 +27,11 @@ def experts(seed=0):
     return fm.Sequential(fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), fm.GroupedLinear(E, I, H)).double()
 
 
+def moe(seed=0):
+    torch.manual_seed(seed)
+    return fm.MoE(H, I, E, 2).double()
+
+
 def plain_experts(weights, x):
     """The same of these weights, in plain PyTorch."""
     model = plain_models.Experts(E, H, I, torch.float64)
@@ -38,52 +44,40 @@ def square(seed=0):
     return fm.Sequential(fm.GroupedLinear(E, H, H), fm.SquaredReLU(), fm.GroupedLinear(E, H, H)).double()
 
 
-def grouped(x, weight):
-    parts = x.split([*SPLITS.tolist(), ROWS - int(SPLITS.sum())])
-    return torch.cat([*(part @ w.T for part, w in zip(parts, weight, strict=False)), torch.zeros_like(parts[-1])])
-
-
 def plain_square(x, first, second):
-    return grouped(grouped(x, first).clamp(min=0).square(), second)
+    layer = plain_models.GroupedLinear(E, H, H, torch.float64)
+    hidden = torch.func.functional_call(layer, {"weight": first}, (x, SPLITS))
+    return torch.func.functional_call(layer, {"weight": second}, (hidden.clamp(min=0).square(), SPLITS))
 
 
 def weighted(y):
     return (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum()
 
 
-def assert_close(got, want):
-    for a, b in zip(got, want, strict=True):
-        assert b.abs().sum() > 0, "zeros would pass"
-        torch.testing.assert_close(a, b)
+def with_gradients(y, *wanted):
+    return [y, *torch.autograd.grad(weighted(y), wanted)]
 
 
 def leaves(module):
     return {name: p.detach().clone().requires_grad_() for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["functional_call", "forward_with"])
+@pytest.mark.parametrize("how", ["functional_call", "forward_with", "MoE"])
 def test_replaced_parameters_get_the_gradients(how):
-    module, other, x = experts(), leaves(experts(1)), rows()
-    if how == "functional_call":
-        y = torch.func.functional_call(module, other, (x,), {"splits": SPLITS})
-    else:
+    make = moe if how == "MoE" else experts
+    module, other, x = make(), leaves(make(1)), rows()
+    if how == "forward_with":
         y = experts().without_parameters().forward_with(other, x, splits=SPLITS)
-    got = torch.autograd.grad(weighted(y), [x, *other.values()])
-    x, same = rows(), leaves(experts(1))
-    want = plain_experts(same, x)
-    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [x, *same.values()])])
+    else:
+        y = torch.func.functional_call(module, other, (x,), {"splits": SPLITS} if how == "functional_call" else {})
+    got = with_gradients(y, x, *other.values())
+    x, same = rows(), leaves(make(1))
+    if how == "MoE":
+        want = torch.func.functional_call(plain_models.MoE(H, I, E, 2), same, (x,))
+    else:
+        want = plain_experts(same, x)
+    assert_close(got, with_gradients(want, x, *same.values()))
     assert all(p.grad is None for p in module.parameters())
-
-
-def test_a_layer_with_replaced_parameters():
-    torch.manual_seed(0)
-    module, other = fm.MoE(H, I, E, 2).double(), leaves(fm.MoE(H, I, E, 2).double())
-    x = rows()
-    y = torch.func.functional_call(module, other, (x,))
-    got = torch.autograd.grad(weighted(y), [x, *other.values()])
-    plain = plain_models.MoE(H, I, E, 2)
-    want = torch.func.functional_call(plain, other, (x,))
-    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [x, *other.values()])])
 
 
 def test_a_gradient_through_what_computes_the_parameters():
@@ -92,19 +86,21 @@ def test_a_gradient_through_what_computes_the_parameters():
     scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     start = {name: p.detach() for name, p in module.named_parameters()}
     y = torch.func.functional_call(module, {name: scale * p for name, p in start.items()}, (x,), {"splits": SPLITS})
-    (got,) = torch.autograd.grad(weighted(y), scale)
     want = plain_experts({name: scale * p for name, p in start.items()}, x)
-    assert_close([y, got], [want, *torch.autograd.grad(weighted(want), scale)])
+    assert_close(with_gradients(y, scale), with_gradients(want, scale))
 
 
-def test_a_weight_of_two_layers_of_one_sequential():
-    module, x = square(), rows()
-    module[2].weight = module[0].weight
-    assert len(list(module.parameters())) == 1
-    weighted(module(x, splits=SPLITS)).backward()
-    weight, other = module[0].weight.detach().clone().requires_grad_(), rows()
-    weighted(plain_square(other, weight, weight)).backward()
-    assert_close([module[0].weight.grad, x.grad], [weight.grad, other.grad])
+def test_a_weight_of_several_layers():
+    """Of one Sequential, and of two."""
+    first, second, x = square(0), square(1), rows()
+    first[2].weight = second[0].weight = first[0].weight
+    assert len(list(first.parameters())) == 1
+    weighted(second(first(x, splits=SPLITS), splits=SPLITS)).backward()
+    shared, last = (w.detach().clone().requires_grad_() for w in (first[0].weight, second[2].weight))
+    other = rows()
+    weighted(plain_square(plain_square(other, shared, shared), shared, last)).backward()
+    got = [first[0].weight.grad, second[2].weight.grad, x.grad]
+    assert_close(got, [shared.grad, last.grad, other.grad])
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_row"])
@@ -119,7 +115,7 @@ def test_a_shared_weight_when_it_is_quantized(recipe):
     for _ in range(2):
         with fm.recipe(recipe):
             y, want = (m(rows().float(), splits=SPLITS) for m in (module, twin))
-        assert torch.equal(y, want)
+        assert_bitwise(y, want)
         losses.append(weighted(y))
         losses[-1].backward()
         weighted(want).backward()
@@ -130,20 +126,6 @@ def test_a_shared_weight_when_it_is_quantized(recipe):
         module.zero_grad()
         twin.zero_grad()
     assert losses[0] != losses[1]
-
-
-def test_a_weight_of_two_sequentials():
-    first, second, x = square(0), square(1), rows()
-    second[0].weight = first[2].weight
-    weighted(second(first(x, splits=SPLITS), splits=SPLITS)).backward()
-    a, shared, b = (p.detach().clone().requires_grad_() for p in (first[0].weight, first[2].weight, second[2].weight))
-    other = rows()
-    weighted(plain_square(plain_square(other, a, shared), shared, b)).backward()
-    assert_close(
-        [first[0].weight.grad, second[0].weight.grad, second[2].weight.grad, x.grad],
-        [a.grad, shared.grad, b.grad, other.grad],
-    )
-    assert second[0].weight.grad is first[2].weight.grad
 
 
 class LowRank(nn.Module):
@@ -161,29 +143,19 @@ class LowRank(nn.Module):
 
 def test_a_parametrized_weight():
     module, x = experts(), rows()
-    original = module[0].weight.detach().clone()
-    down = module[2].weight.detach().clone()
+    original, down = (module[i].weight.detach().clone() for i in (0, 2))
     nn.utils.parametrize.register_parametrization(module[0], "weight", LowRank())
     low_rank = module[0].parametrizations.weight[0]
     module[0].parametrizations.weight.original.requires_grad_(False)
-    y = module(x, splits=SPLITS)
-    got = torch.autograd.grad(weighted(y), [low_rank.a, low_rank.b, x])
-    a, b, other = low_rank.a.detach().requires_grad_(), low_rank.b.detach().requires_grad_(), rows()
-    want = plain_experts({"0.weight": original + b @ a, "2.weight": down}, other)
-    assert_close([y, *got], [want, *torch.autograd.grad(weighted(want), [a, b, other])])
-    nn.utils.parametrize.remove_parametrizations(module[0], "weight")
-    with torch.no_grad():
-        assert torch.equal(module(x, splits=SPLITS), y)
-
-
-def test_parametrizations_are_cached_for_a_call():
-    module, x = square(), rows()
-    module[2].weight = module[0].weight
-    nn.utils.parametrize.register_parametrization(module[0], "weight", nn.Identity(), unsafe=True)
     with nn.utils.parametrize.cached():
         y = module(x, splits=SPLITS)
-    weight = module[2].weight
-    torch.testing.assert_close(y, plain_square(x, weight, weight))
+    got = with_gradients(y, low_rank.a, low_rank.b, x)
+    a, b, other = low_rank.a.detach().requires_grad_(), low_rank.b.detach().requires_grad_(), rows()
+    want = plain_experts({"0.weight": original + b @ a, "2.weight": down}, other)
+    assert_close(got, with_gradients(want, a, b, other))
+    nn.utils.parametrize.remove_parametrizations(module[0], "weight")
+    with torch.no_grad():
+        assert_bitwise(module(x, splits=SPLITS), y)
 
 
 @pytest.mark.parametrize(("changed", "message"), [
@@ -192,9 +164,14 @@ def test_parametrizations_are_cached_for_a_call():
     ({"0.weight": torch.zeros(E, H, 2 * I).double()}, r"0\.GroupedLinear.*weight: expected shape \(4, 16, 8\)"),
 ])  # fmt: skip
 def test_wrong_parameters_are_refused_by_name(changed, message):
-    given = {**leaves(experts()), **changed}
+    with torch.device("meta"):
+        module = experts()
+    assert module.without_parameters() is module
+    assert not list(module.parameters())
     with pytest.raises(fm.InputError, match=message):
-        experts().without_parameters().forward_with(given, rows(), splits=SPLITS)
+        module.forward_with({**leaves(experts()), **changed}, rows(), splits=SPLITS)
+    with pytest.raises(fm.InputError, match="weight"):
+        module(rows(), splits=SPLITS)
 
 
 def test_a_parameter_that_the_op_has_itself_is_refused():
@@ -203,17 +180,24 @@ def test_a_parameter_that_the_op_has_itself_is_refused():
         module.forward_with(leaves(module), rows(), splits=SPLITS)
 
 
-def test_without_parameters_nothing_is_left():
-    with torch.device("meta"):
-        module = experts()
-    assert module.without_parameters() is module
-    assert not list(module.parameters())
-    with pytest.raises(fm.InputError, match="weight"):
-        module(rows(), splits=SPLITS)
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def another_with_the_state(module):
+    """States that are assigned are used as they are."""
+    given = {name: t.detach().clone() for name, t in module.state_dict().items()}
+    torch.manual_seed(1)
+    other = fm.MoE(32, 32, E, 2, shared_intermediate=32)
+    other(torch.randn(ROWS, 32))
+    other.load_state_dict(given, assign=True)
+    assert other.experts.down.weight.data_ptr() == given["experts.down.weight"].data_ptr()
+    return other
+
+
+@pytest.mark.parametrize(
+    ("copied", "recipe"), pairwise([copy.deepcopy, pickled, another_with_the_state], ["bf16", "mxfp8"]), ids=label
+)
 def test_a_copy_of_a_layer_in_use_is_a_layer_of_its_own(copied, recipe):
     torch.manual_seed(0)
     module, x = fm.MoE(32, 32, E, 2, shared_intermediate=32), torch.randn(ROWS, 32)
@@ -221,64 +205,40 @@ def test_a_copy_of_a_layer_in_use_is_a_layer_of_its_own(copied, recipe):
         y = module(x)
         y.square().sum().backward()
         other = copied(module)
-        assert torch.equal(other(x), y)
+        assert_bitwise(other(x), y)
         with torch.no_grad():
             other.experts.down.weight.mul_(2)
             other.shared.down.weight.mul_(2)
-        assert torch.equal(module(x), y)
+        assert_bitwise(module(x), y)
         torch.testing.assert_close(other(x), 2 * y)
-
-
-@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
-def test_assigned_states_are_used_as_they_are(recipe):
-    torch.manual_seed(0)
-    module, other, x = fm.MoE(32, 32, E, 2), fm.MoE(32, 32, E, 2), torch.randn(ROWS, 32)
-    with fm.recipe(recipe):
-        before, want = module(x), other(x)
-        given = {name: t.detach().clone() for name, t in other.state_dict().items()}
-        module.load_state_dict(given, assign=True)
-        assert module.experts.down.weight.data_ptr() == given["experts.down.weight"].data_ptr()
-        got = module(x)
-        assert torch.equal(got, want)
-        assert not torch.equal(got, before)
-        got.square().sum().backward()
-        assert module.experts.down.weight.grad.abs().sum() > 0
-
-
-class Kept:
-    """Weak references to all tensors that the chains' steps made; which of them are alive tells what is kept."""
-
-    def __init__(self, monkeypatch):
-        self.references = []
-        compute = fm.SwiGLU.compute
-
-        def noted(op, x):
-            y = compute(op, x)
-            self.references += [weakref.ref(x), weakref.ref(y)]
-            return y
-
-        monkeypatch.setattr(fm.SwiGLU, "compute", noted)
-
-    def alive(self):
-        return sum(reference() is not None for reference in self.references)
+        other(x).square().sum().backward()
+    assert other.experts.down.weight.grad.any()
 
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_is_kept(context, monkeypatch):
-    module, x = experts(), rows()
-    kept = Kept(monkeypatch)
+    module, x, references, compute = experts(), rows(), [], fm.SwiGLU.compute
+
+    def noted(op, x):
+        y = compute(op, x)
+        references.extend([weakref.ref(x), weakref.ref(y)])
+        return y
+
+    def alive():
+        return sum(reference() is not None for reference in references)
+
+    monkeypatch.setattr(fm.SwiGLU, "compute", noted)
     want = module(x, splits=SPLITS)
-    assert len(kept.references) == 2
-    assert kept.alive() > 0, "nothing to see even with gradients"
+    assert len(references) == 2
+    assert alive() > 0, "nothing to see even with gradients"
     del want
-    assert kept.alive() == 0
+    assert alive() == 0
     want = module(x, splits=SPLITS).detach()
     with context():
         y = module(x, splits=SPLITS)
-        assert kept.alive() == 0
+        assert alive() == 0
         assert y.grad_fn is None
-        assert not y.requires_grad
-        assert torch.equal(y, want)
+        assert_bitwise(y, want)
         assert y.is_inference() == (context is torch.inference_mode)
 
 
@@ -286,9 +246,8 @@ def test_parameters_made_in_inference_mode():
     want = experts()(rows(), splits=SPLITS).detach()
     with torch.inference_mode():
         module, x = experts(), rows(requires_grad=False)
-        assert torch.equal(module(x, splits=SPLITS), want)
+        assert_bitwise(module(x, splits=SPLITS), want)
         with fm.recipe("mxfp8"):
             y = module.float()(x.float(), splits=SPLITS)
             module[2].weight.mul_(2)  # torch counts no changes of such a tensor: nothing may be kept of it
-            assert torch.equal(module(x.float(), splits=SPLITS), 2 * y)
-    assert y.abs().sum() > 0
+            assert_bitwise(module(x.float(), splits=SPLITS), 2 * y)

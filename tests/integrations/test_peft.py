@@ -1,35 +1,21 @@
 """peft's LoRA on the experts' stacked weights, under ``experts_implementation="fusedmoe"``."""
 
-import importlib.util
-import warnings
-
 import pytest
 import torch
 from kit import moe_families
+from kit.compare import assert_bitwise
+from kit.moe_families import logits
 
 import fusedmoe as fm
-import fusedmoe.integrations.transformers as fusedmoe_transformers
 
-FAMILIES = ["olmoe", "qwen3_moe", "gpt_oss"]  # the last with biases, and weights that are stored (E, in, out)
 BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
-# peft asks a model for what transformers has another name for by now
 pytestmark = [
+    pytest.mark.usefixtures("registered"),
+    # peft asks a model for what transformers has another name for by now
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18, of any module but its own
 ]
-
-
-@pytest.fixture(scope="module")
-def peft():
-    fusedmoe_transformers.register()
-    find = importlib.util.find_spec
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # of Transformer Engine there may be the recipes alone, which peft takes for all of it
-        absent = "transformer_engine"
-        patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
-        warnings.simplefilter("ignore")
-        return pytest.importorskip("peft")
 
 
 def adapted(peft, family, dtype=torch.float64, targets=BOTH):
@@ -43,106 +29,74 @@ def adapted(peft, family, dtype=torch.float64, targets=BOTH):
         assert ".experts." in name
         assert "lora_" in name
         torch.nn.init.normal_(parameter, std=0.2)
-    return tiny, trained
+    return tiny
 
 
-def use(tiny, implementation):
-    tiny.model.set_experts_implementation(implementation)
+CASES = [
+    ("olmoe", torch.float64, BOTH[1:]), ("qwen3_moe", torch.float64, BOTH), ("gpt_oss", torch.float64, BOTH),
+    ("gpt_oss", torch.float32, BOTH[:1]),
+]  # fmt: skip
 
 
-def results(tiny, trained):
-    logits, loss = moe_families.logits_and_loss(tiny)
-    grads = torch.autograd.grad(loss, [*trained.values()])
-    return {"logits": logits.detach(), "loss": loss.detach(), **dict(zip(trained, grads, strict=True))}
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The experts' chains that this package was called for."""
-    chains, run = [], fm.Sequential.forward_with
-
-    def noted(self, *args, **kwargs):
-        chains.append(self)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(fm.Sequential, "forward_with", noted)
-    return chains
-
-
-@pytest.mark.parametrize("targets", [BOTH, BOTH[:1], BOTH[1:]], ids=["both", "gate_up", "down"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_logits_loss_and_gradients_as_eager(peft, calls, family, dtype, targets):
-    tiny, trained = adapted(peft, family, dtype, targets)
-    expected = results(tiny, trained)
-    assert not calls
-    use(tiny, "fusedmoe")
-    got = results(tiny, trained)
-    assert len(calls) == len(tiny.experts)
-    results(tiny, trained)
-    assert len(set(map(id, calls))) == len(tiny.experts)  # made once, though peft brings new classes with every call
+@pytest.mark.parametrize(("family", "dtype", "targets"), CASES)
+def test_the_same_logits_loss_and_gradients_as_eager(peft, chains_called, family, dtype, targets):
+    tiny = adapted(peft, family, dtype, targets)
+    expected = moe_families.step(tiny)
+    assert len(expected) == 2 + 2 * len(targets) * len(tiny.experts)
+    assert not chains_called
+    tiny.model.set_experts_implementation("fusedmoe")
+    got = moe_families.step(tiny)
+    assert len(chains_called) == len(tiny.experts)
+    merged = [logits(tiny)]
+    # made once, though peft brings new classes with every call
+    assert len(set(map(id, chains_called))) == len(tiny.experts)
+    tolerance = {torch.float64: 1e-11, torch.float32: 2e-5}[dtype]
     for name, want in expected.items():
         assert want.norm() > 0
-        error = (got[name] - want).norm() / want.norm()
-        assert error < {torch.float64: 1e-13, torch.float32: 2e-5}[dtype], name
+        assert (got[name] - want).norm() < tolerance * want.norm(), name
     with tiny.model.disable_adapter():
-        without = moe_families.logits_and_loss(tiny)[0]
+        without = logits(tiny)
     assert (without - expected["logits"]).norm() > 1e-3 * without.norm()  # the update is seen
+    tiny.model = tiny.model.merge_and_unload()
+    assert not any("lora" in name for name, _ in tiny.model.named_parameters())
+    chains_called.clear()
+    merged.append(logits(tiny))
+    assert len(chains_called) == len(tiny.experts)
+    assert (merged[0] - merged[1]).norm() < tolerance * merged[0].norm()
 
 
 def test_training_is_that_of_eager_and_trains(peft):
     losses = {}
     for implementation in ("eager", "fusedmoe"):
-        tiny, trained = adapted(peft, "olmoe")
-        use(tiny, implementation)
-        before = {n: p.detach().clone() for n, p in tiny.model.named_parameters() if n not in trained}
-        optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+        tiny = adapted(peft, "olmoe")
+        tiny.model.set_experts_implementation(implementation)
+        before = {n: p.detach().clone() for n, p in tiny.model.named_parameters() if not p.requires_grad}
+        optimizer = torch.optim.AdamW([p for p in tiny.model.parameters() if p.requires_grad], lr=1e-2)
         losses[implementation] = []
         for _ in range(6):
-            optimizer.zero_grad()
-            _, loss = moe_families.logits_and_loss(tiny)
-            loss.backward()
+            losses[implementation].append(moe_families.step(tiny)["loss"].item())
             optimizer.step()
-            losses[implementation].append(loss.item())
         assert all(torch.equal(p, before[n]) for n, p in tiny.model.named_parameters() if n in before)
     assert losses["fusedmoe"] == pytest.approx(losses["eager"], rel=1e-9)
     assert losses["fusedmoe"][-1] < 0.95 * losses["fusedmoe"][0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_merged_and_unloaded_it_computes_the_same(peft, calls, family):
-    tiny, _ = adapted(peft, family)
-    use(tiny, "fusedmoe")
-    with torch.no_grad():
-        expected, _ = moe_families.logits_and_loss(tiny)
-        tiny.model = tiny.model.merge_and_unload()
-        assert not any("lora" in name for name, _ in tiny.model.named_parameters())
-        got, _ = moe_families.logits_and_loss(tiny)
-    assert len(calls) == 2 * len(tiny.experts)
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-
-
 def test_quantized_weights_are_kept_only_while_no_adapter_is_active(peft):
     """With an adapter, a weight is computed in each call. peft merges through ``.data``, which torch does not count."""
-    tiny, trained = adapted(peft, "qwen3_moe", torch.float32)
-    use(tiny, "fusedmoe")
-
-    def logits():
-        with torch.no_grad(), fm.recipe("mxfp8"):
-            return moe_families.logits_and_loss(tiny)[0]
-
-    adapted_logits = logits()
-    assert fm.weight_cache_bytes(tiny.model) == 0
-    with tiny.model.disable_adapter():
-        base = logits()
-        assert fm.weight_cache_bytes(tiny.model) > 0
-        assert torch.equal(logits(), base)
-    assert torch.equal(logits(), adapted_logits)
-    assert fm.weight_cache_bytes(tiny.model) == 0
+    tiny = adapted(peft, "qwen3_moe", torch.float32)
+    tiny.model.set_experts_implementation("fusedmoe")
     with fm.recipe("mxfp8"):
-        results(tiny, trained)
-    with tiny.model.disable_adapter():
-        assert torch.equal(logits(), base)
-    tiny.model.merge_adapter()
-    fm.clear_weight_cache(tiny.model)  # docs/recipes.md says so
-    torch.testing.assert_close(logits(), adapted_logits, rtol=1e-3, atol=1e-3)
+        adapted_logits = logits(tiny)
+        assert fm.weight_cache_bytes(tiny.model) == 0
+        with tiny.model.disable_adapter():
+            base = logits(tiny)
+            assert fm.weight_cache_bytes(tiny.model) > 0
+            assert_bitwise(logits(tiny), base)
+        assert_bitwise(logits(tiny), adapted_logits)
+        assert fm.weight_cache_bytes(tiny.model) == 0
+        moe_families.step(tiny)
+        with tiny.model.disable_adapter():
+            assert_bitwise(logits(tiny), base)
+        tiny.model.merge_adapter()
+        fm.clear_weight_cache(tiny.model)  # docs/recipes.md says so
+        torch.testing.assert_close(logits(tiny), adapted_logits, rtol=1e-3, atol=1e-3)

@@ -1,110 +1,91 @@
-"""Models of transformers under torch.compile, with the experts of this package: one graph, the same results."""
+"""Models of transformers under torch.compile and torch.export, with the experts of this package: one graph, the same
+results, and one program, whether or not the model has been called before.
+"""
 
 import pytest
 import torch
 from kit import moe_families
-from kit.stand_in_experts import Beta
+from kit.moe_families import step
+from kit.stand_in_experts import Beta, Plain, assert_same, config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 
 pytestmark = [
+    pytest.mark.usefixtures("registered", "fresh_graphs"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks around
-]
-FAMILIES = ["deepseek_v3", "gpt_oss"]
-FAMILIES += [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("llama4", "mixtral", "nemotron_h", "olmoe", "qwen3_moe")
 ]
 # whose own code breaks the graph, whatever runs its experts, and why
 BREAKS_BY_ITSELF = {
-    "ernie4_5_vl_moe": "it asks whether there are tokens of images: data-dependent branching",
-    "qwen4_exp": "its sparse attention takes sizes from a tensor: data-dependent expression",
+    "ernie4_5_vl_moe": "data-dependent branching",  # it asks whether there are tokens of images
+    "qwen4_exp": "data-dependent expression",  # its sparse attention takes sizes from a tensor
 }
-ROUTINGS = 10
+ROUTINGS = 6
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    fusedmoe_transformers.register()
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+def slow_except(quick, names):
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-def one_layer(family, dtype=torch.float32):
+def one_layer(family):
     fewer = {"num_hidden_layers": 1}
     if family in ("gpt_oss", "llama4"):
         fewer["layer_types"] = ["full_attention"]
     if family == "nemotron_h":  # has one layer of each kind
         fewer = {}
-    tiny = moe_families.tiny(family, None if family == "llama4" else "fusedmoe", dtype, **fewer)
+    tiny = moe_families.tiny(family, None if family == "llama4" else "fusedmoe", **fewer)
     if family == "llama4":
         fusedmoe_transformers.patch_llama4(tiny.model)
     assert len(tiny.experts) == 1
     return tiny
 
 
-def results(tiny, run, inputs):
-    tiny.model.zero_grad()
-    output = run(**inputs)
-    output.loss.backward()
-    grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
-    return {"logits": output.logits.detach(), "loss": output.loss.detach(), **grads}
-
-
-def assert_same(got, want, **tolerances):
-    assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], **tolerances, msg=lambda text, name=name: f"{name}: {text}")
-        assert want[name].any(), f"{name}: zeros would pass"
-
-
 def other_tokens(tiny, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, 128, tiny.inputs["input_ids"].shape, generator=generator)
+    ids = torch.randint(3, 128, tiny.inputs["input_ids"].shape, generator=torch.Generator().manual_seed(seed))
     return {"input_ids": ids, "labels": ids}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_except(
+    ("gpt_oss",), ("deepseek_v3", "gpt_oss", "llama4", "mixtral", "nemotron_h", "olmoe", "qwen3_moe")
+))  # fmt: skip
 def test_one_graph_for_every_routing(family):
     tiny = one_layer(family)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(tiny.model, fullgraph=True, backend=counter)
     routings = set()
-    experts = tiny.experts[0][1]
-    handle = experts.register_forward_pre_hook(lambda module, args: routings.add(args[1].numpy().tobytes()))
-    wants = [results(tiny, tiny.model, other_tokens(tiny, seed)) for seed in range(2)]
+    handle = tiny.experts[0][1].register_forward_pre_hook(lambda module, args: routings.add(args[1].numpy().tobytes()))
+    wants = [step(tiny, **other_tokens(tiny, seed)) for seed in range(2)]
     for seed in range(2, ROUTINGS):
         tiny.model(**other_tokens(tiny, seed))
     handle.remove()
     assert len(routings) == ROUTINGS, "the same routing again"
     for seed, want in enumerate(wants):
-        assert_same(results(tiny, compiled, other_tokens(tiny, seed)), want, rtol=1e-4, atol=1e-6)
+        assert_same(step(tiny, compiled, **other_tokens(tiny, seed)), want, rtol=1e-4, atol=1e-6)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2, ROUTINGS):
             compiled(**other_tokens(tiny, seed))
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # of grouped_mm
-@pytest.mark.parametrize("implementation", [pytest.param("grouped_mm", marks=pytest.mark.slow), "fusedmoe"])
+@pytest.mark.parametrize("implementation", ["grouped_mm", "fusedmoe"])
 @pytest.mark.parametrize("family", BREAKS_BY_ITSELF)
 def test_what_breaks_a_graph_by_itself(family, implementation):
     if family not in moe_families.family_names():
         pytest.skip("this version of transformers has no such family")
     tiny = moe_families.tiny(family, implementation, torch.bfloat16)
     compiled = torch.compile(tiny.model, fullgraph=True, backend="eager")
-    reason = BREAKS_BY_ITSELF[family].rpartition(": ")[2]
-    with torch.no_grad(), pytest.raises(Exception, match=f"(?i){reason}"):
+    with torch.no_grad(), pytest.raises(Exception, match=f"(?i){BREAKS_BY_ITSELF[family]}"):
         compiled(**tiny.inputs)
 
 
+@pytest.mark.slow  # test_torch_compile.py compiles chains
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:UserWarning")  # of Inductor's own code
 def test_inductor():
     """A layer's router and experts: of a whole model it compiles far more that is not ours."""
-    block = one_layer("qwen3_moe").model.model.layers[0].mlp
-    x = torch.randn(2, 12, 64)
+    block, x = one_layer("qwen3_moe").model.model.layers[0].mlp, torch.randn(2, 12, 64)
 
     def outcome(run):
         block.zero_grad()
@@ -122,27 +103,19 @@ class Mish(nn.Module):
         return gate * torch.tanh(nn.functional.softplus(gate))
 
 
-def change_limit(experts):
-    experts.swiglu_limit = 0.5
+CHANGES = {
+    "limit": ("glm5_next", nn.SiLU, lambda m: setattr(m, "swiglu_limit", 0.5)),
+    "number": ("qwen3_moe", Beta, lambda m: setattr(m.act_fn, "beta", 2.0)),
+    "class": ("qwen3_moe", nn.SiLU, lambda m: setattr(m, "act_fn", Mish())),
+}
 
 
-def change_beta(experts):
-    experts.act_fn.beta = 2.0
-
-
-def change_class(experts):
-    experts.act_fn = Mish()
-
-
-@pytest.mark.parametrize("change", [change_limit, change_beta, change_class])
-def test_a_changed_gate_is_seen(change):
+@pytest.mark.parametrize(("family", "act_fn", "change"), CHANGES.values(), ids=CHANGES)
+def test_a_changed_gate_is_seen(family, act_fn, change):
     """Settings and the class of the activation are what the graph has guards on."""
-    tiny = moe_families.tiny("glm5_next" if change is change_limit else "qwen3_moe", "fusedmoe")
-    experts = tiny.experts[0][1]
-    if change is change_beta:
-        experts.act_fn = Beta()
-    x = torch.randn(20, 64) * 10
-    given = (x, torch.rand(20, 8).topk(2).indices, torch.rand(20, 2))
+    experts = moe_families.tiny(family, "fusedmoe").experts[0][1]
+    experts.act_fn = act_fn()
+    given = torch.randn(20, 64) * 10, torch.rand(20, 8).topk(2).indices, torch.rand(20, 2)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     before = compiled(*given)
     torch.testing.assert_close(before, experts(*given))
@@ -150,3 +123,68 @@ def test_a_changed_gate_is_seen(change):
     after = compiled(*given)
     torch.testing.assert_close(after, experts(*given))
     assert not torch.allclose(after, before)
+
+
+# ---- torch.export -------------------------------------------------------------------------------------------------
+
+
+class Logits(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids):
+        return self.model(input_ids=input_ids, use_cache=False).logits
+
+
+def to_export(name):
+    """A model and its inputs; or experts with an activation that is none of the ops here."""
+    if name != "experts":
+        tiny = moe_families.tiny(name, "fusedmoe")
+        return Logits(tiny.model), (tiny.inputs["input_ids"],)
+    module = Plain(config()).float()
+    module.act_fn = Beta()
+    module.act_fn.beta = nn.Parameter(torch.tensor(1.5))
+    return module, (torch.randn(10, 16), torch.arange(20).view(10, 2) % 8, torch.rand(10, 2))
+
+
+def program_of(module, given):
+    with torch.no_grad():
+        return torch.export.export(module, given, strict=False)
+
+
+def nodes(program):
+    return [(node.op, str(node.target), str(node.args), str(node.kwargs)) for node in program.graph.nodes]
+
+
+@pytest.mark.filterwarnings("ignore:.*is none of the activations")
+@pytest.mark.parametrize("name", slow_except(
+    ("gpt_oss", "experts"), ("gpt_oss", "mixtral", "nemotron_h", "qwen3_moe", "experts")
+))  # fmt: skip
+def test_the_same_program_before_and_after_a_first_call(name):
+    module, given = to_export(name)
+    before = program_of(module, given)
+    with torch.no_grad():
+        want = module(*given)
+        after = program_of(module, given)
+        assert want.abs().sum() > 0
+        assert torch.equal(before.module()(*given), want)
+    meta = [n for n in before.graph.nodes if str(n.kwargs.get("device")) == "meta"]
+    assert not meta, "tensors on the meta device are made in the program"
+    assert nodes(before) == nodes(after)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the compiler
+def test_ahead_of_time_compilation_of_a_model_that_was_never_called(tmp_path):
+    module, given = to_export("qwen3_moe")
+    program = program_of(module, given)
+    try:
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    except torch._inductor.exc.InvalidCxxCompiler:
+        pytest.skip("no C++ compiler")
+    run = torch._inductor.aoti_load_package(package)
+    with torch.no_grad():
+        want = module(*given)
+        torch.testing.assert_close(run(*given), want, rtol=1e-4, atol=1e-5)
+    assert want.abs().sum() > 0

@@ -8,16 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from kit.stand_in_experts import assert_same
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV4Config,
-    GemmaConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-)
+from transformers import DeepseekV3Config, DeepseekV4Config, GemmaConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
 from transformers.activations import ACT2FN
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
@@ -27,115 +21,152 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
 
 import fusedmoe as fm
-from fusedmoe.base.log import forget_said
-from fusedmoe.integrations.transformers import dense, patch_dense, unpatch_dense
+from fusedmoe.integrations.transformers import patch_dense, unpatch_dense
 
 H, I = 32, 48  # noqa: E741
 SIZES = {"hidden_size": H, "intermediate_size": I}
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    forget_said()
-    torch.manual_seed(0)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def llama_mlp(bias=False, act="silu", dtype=torch.float64):
     return LlamaMLP(LlamaConfig(**SIZES, mlp_bias=bias, hidden_act=act)).to(dtype)
 
 
+def llama():
+    config = LlamaConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, pad_token_id=0)
+    return LlamaForCausalLM(config).eval()
+
+
 def rows(*shape, dtype=torch.float64):
     return torch.randn(*(shape or (2, 5)), H, dtype=dtype, requires_grad=True)
 
 
-def outcome(mlp, x):
+def outcome(mlp, x, run=None):
     x.grad = None
     mlp.zero_grad()
-    y = mlp(x)
+    y = (mlp if run is None else run)(x)
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
+    grads = {name: p.grad for name, p in mlp.named_parameters() if p.grad is not None}
+    return {"y": y.detach(), "x": x.grad, **grads}
 
 
-def assert_same(got, want, rtol=1e-9, atol=1e-12):
-    assert got.keys() == want.keys()
-    for name, t in want.items():
-        assert t.any(), f"{name}: zeros would pass"
-        torch.testing.assert_close(got[name], t, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+def assert_close(got, want):
+    assert_same(got, want, rtol=1e-9, atol=1e-12)
 
 
 def memories(mlp):
     return {p.untyped_storage().data_ptr() for p in (mlp.gate_proj.weight, mlp.up_proj.weight)}
 
 
+# ---- the same results ---------------------------------------------------------------------------------------------
+
+
+def frozen(name):
+    mlp = llama_mlp()
+    getattr(mlp, name).requires_grad_(False)
+    return mlp
+
+
+def in_shared_memory():
+    return llama_mlp().share_memory()
+
+
+def tied():
+    mlp = llama_mlp()
+    mlp.up_proj.weight = mlp.gate_proj.weight
+    return mlp
+
+
+def with_weights(gate, up):
+    mlp = llama_mlp()
+    mlp.gate_proj.weight.data, mlp.up_proj.weight.data = gate, up
+    return mlp
+
+
+def in_a_buffer():
+    """Of a framework with flat parameters."""
+    buffer = torch.randn(3 * I, H, dtype=torch.float64)
+    return with_weights(buffer[:I], buffer[2 * I :])
+
+
+def up_first():
+    buffer = torch.randn(2 * I, H, dtype=torch.float64)
+    return with_weights(buffer[I:], buffer[:I])
+
+
+def transposed():
+    gate, up = torch.randn(2, H, I, dtype=torch.float64)
+    return with_weights(gate.clone().t(), up.clone().t())
+
+
+def transposed_in_a_buffer():
+    gate, up = torch.randn(2, H, I, dtype=torch.float64)  # they follow each other
+    return with_weights(gate.t(), up.t())
+
+
+# and the number of memories of gate and up after the patch
 MLPS = {
-    "llama": llama_mlp,
-    "llama with biases": lambda: llama_mlp(bias=True),
-    "gelu": lambda: llama_mlp(act="gelu"),
-    "gemma": lambda: GemmaMLP(GemmaConfig(**SIZES)).double(),
-    "qwen2": lambda: Qwen2MLP(Qwen2Config(**SIZES)).double(),
-    "shared expert": lambda: DeepseekV3MLP(DeepseekV3Config(hidden_size=H), intermediate_size=I).double(),
+    "llama": (llama_mlp, 1),
+    "biases": (lambda: llama_mlp(bias=True), 1),
+    "gelu": (lambda: llama_mlp(act="gelu"), 1),
+    "gemma": (lambda: GemmaMLP(GemmaConfig(**SIZES)).double(), 1),
+    "qwen2": (lambda: Qwen2MLP(Qwen2Config(**SIZES)).double(), 1),
+    "shared expert": (lambda: DeepseekV3MLP(DeepseekV3Config(hidden_size=H), intermediate_size=I).double(), 1),
+    "gate frozen": (lambda: frozen("gate_proj"), 1),
+    "up frozen": (lambda: frozen("up_proj"), 1),
+    "down frozen": (lambda: frozen("down_proj"), 1),
+    "shared memory": (in_shared_memory, 2),
+    "tied": (tied, 1),
+    "in a buffer": (in_a_buffer, 1),
+    "up first": (up_first, 1),
+    "transposed": (transposed, 2),
+    "transposed in a buffer": (transposed_in_a_buffer, 1),
 }
+STAY = "shared memory", "in a buffer", "up first", "transposed", "transposed in a buffer"
 
 
-@pytest.mark.parametrize("make", MLPS.values(), ids=MLPS)
-def test_the_same_results(make):
+@pytest.mark.parametrize("name", MLPS)
+def test_the_same_results(name):
+    make, number = MLPS[name]
     mlp, x = make(), rows()
     want, keys, parameters = outcome(mlp, x), [*mlp.state_dict()], [*mlp.parameters()]
+    places = [p.data_ptr() for p in parameters]
     assert patch_dense(mlp) == patch_dense(mlp) == 1
     assert [*mlp.state_dict()] == keys
     assert all(a is b for a, b in zip(mlp.parameters(), parameters, strict=True))
-    assert len(memories(mlp)) == 1
-    assert_same(outcome(mlp, x), want)
+    assert len(memories(mlp)) == number
+    assert ([p.data_ptr() for p in parameters] == places) is (name in STAY)
+    assert_close(outcome(mlp, x), want)
     assert unpatch_dense(mlp) == 1
     assert unpatch_dense(mlp) == 0
     assert "forward" not in vars(mlp)
-    assert_same(outcome(mlp, x), want)
+    assert_close(outcome(mlp, x), want)
 
 
-def test_no_copy_where_the_weights_follow_each_other(monkeypatch):
-    mlp, x = llama_mlp(bias=True), rows()
+@pytest.mark.parametrize("name", ["llama", "biases", "tied", "up first", "transposed in a buffer"])
+def test_no_copy_where_the_weights_follow_each_other(name, monkeypatch):
+    mlp, x = MLPS[name][0](), rows()
+    want = mlp(x).detach()
     patch_dense(mlp)
-    want = outcome(mlp, x)
     mlp.load_state_dict({name: t.clone() for name, t in mlp.state_dict().items()})  # in place
-    monkeypatch.setattr(torch, "cat", None)
-    assert_same({"y": mlp(x).detach()}, {"y": want["y"]})
+    copied, cat = [], torch.cat
+    monkeypatch.setattr(torch, "cat", lambda tensors: copied.append(1) or cat(tensors))
+    torch.testing.assert_close(mlp(x).detach(), want)
+    assert bool(copied) is (name not in ("llama", "biases"))
 
 
-def test_weights_apart_in_memory():
+def test_weights_that_come_apart():
     mlp, x = llama_mlp(), rows()
     patch_dense(mlp)
     want = outcome(mlp, x)
     mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.detach().clone())
     assert len(memories(mlp)) == 2
-    assert_same(outcome(mlp, x), want)
+    assert_close(outcome(mlp, x), want)
     mlp.load_state_dict({name: t.clone() for name, t in mlp.state_dict().items()}, assign=True)
-    assert_same(outcome(mlp, x), want)
+    assert_close(outcome(mlp, x), want)
     patch_dense(mlp)
     assert len(memories(mlp)) == 1
-    assert_same(outcome(mlp, x), want)
-
-
-def test_an_optimizer_keeps_its_parameters():
-    mlp, twin, x = llama_mlp(), llama_mlp(), rows()
-    twin.load_state_dict(mlp.state_dict())
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.1) for m in (mlp, twin)]
-    patch_dense(mlp)
-    for _ in range(2):
-        for m, optimizer in zip((mlp, twin), optimizers, strict=True):
-            outcome(m, x)
-            optimizer.step()
-    assert len(memories(mlp)) == 1
-    assert_same(dict(mlp.state_dict()), dict(twin.state_dict()), rtol=1e-7, atol=1e-9)
-
-
-@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj"])
-def test_frozen_layers(frozen):
-    mlp, x = llama_mlp(), rows()
-    getattr(mlp, frozen).requires_grad_(False)
-    want = {name: t for name, t in outcome(mlp, x).items() if t is not None}
-    patch_dense(mlp)
-    assert_same({name: t for name, t in outcome(mlp, x).items() if t is not None}, want)
-    assert f"{frozen}.weight" not in want
+    assert_close(outcome(mlp, x), want)
 
 
 def test_second_derivatives():
@@ -145,144 +176,11 @@ def test_second_derivatives():
 
     def penalty():
         (grad,) = torch.autograd.grad(mlp(x).square().sum(), weight, create_graph=True)
-        return torch.autograd.grad(grad.square().sum(), [x, weight])
+        return dict(zip("xw", torch.autograd.grad(grad.square().sum(), [x, weight]), strict=True))
 
     got = penalty()
     unpatch_dense(mlp)
-    for ours, theirs in zip(got, penalty(), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
-def test_copies(copied):
-    mlp, x = llama_mlp(), rows()
-    patch_dense(mlp)
-    want = outcome(mlp, x)
-    other = copied(mlp)
-    assert_same(outcome(other, x), want)
-    for parameter in other.parameters():
-        parameter.data.zero_()
-    assert_same(outcome(mlp, x), want)
-    assert not other(x).any()
-
-
-class Adapted(nn.Linear):
-    """As peft replaces a layer."""
-
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def replaced(mlp):
-    mlp.up_proj.__class__ = Adapted
-
-
-def hooked(mlp):
-    mlp.gate_proj.register_forward_hook(lambda module, args, y: y + 1)
-
-
-def other_function(mlp):
-    mlp.act_fn = ACT2FN["gelu"]
-
-
-def own_forward(mlp):
-    mlp.down_proj.forward = lambda h: 3 * nn.functional.linear(h, mlp.down_proj.weight)
-
-
-def pruned(mlp):
-    for name, rows, columns in (("gate_proj", I // 2, H), ("up_proj", I // 2, H), ("down_proj", H, I // 2)):
-        layer = getattr(mlp, name)
-        layer.weight = nn.Parameter(layer.weight.detach()[:rows, :columns].clone())
-
-
-def with_hook_of_accelerate(mlp):
-    class Shifts(ModelHook):
-        def post_forward(self, module, output):
-            return output + 1
-
-    add_hook_to_module(mlp.down_proj, Shifts())
-
-
-REASONS = {
-    replaced: "up_proj is a Adapted, not an nn.Linear",
-    hooked: "gate_proj has hooks or a forward of its own",
-    other_function: "its act_fn or its forward has changed since; call patch_dense again",
-    own_forward: "down_proj has hooks or a forward of its own",
-    pruned: "its weights have other shapes than before; call patch_dense again",
-    with_hook_of_accelerate: "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
-}
-
-
-@pytest.mark.parametrize("change", REASONS)
-def test_a_module_that_has_changed_runs_as_before(change, caplog):
-    mlp, x = llama_mlp(), rows()
-    before = mlp(x).detach()
-    patch_dense(mlp)
-    mlp(x)
-    change(mlp)
-    with caplog.at_level(logging.WARNING), fm.recipe("fp8_row"):
-        y = mlp(x).detach()
-    (record,) = caplog.records
-    said = record.getMessage()
-    assert said.startswith(f"LlamaMLP: {REASONS[change]}")
-    assert said.endswith(", so it runs as before patch_dense, without kernels and recipes")
-    assert not torch.allclose(y, before)
-    unpatch_dense(mlp)
-    assert torch.equal(y, mlp(x))
-
-
-def test_a_pruned_module_is_patched_again():
-    mlp, x = llama_mlp(), rows()
-    patch_dense(mlp)
-    pruned(mlp)
-    want = outcome(mlp, x)
-    assert patch_dense(mlp) == 1
-    assert mlp._fusedmoe_mlp.shapes[0] == (I // 2, H)
-    assert_same(outcome(mlp, x), want)
-
-
-def test_a_graph_of_a_module_that_has_changed_says_why(caplog):
-    mlp, x = llama_mlp(), rows()
-    patch_dense(mlp)
-    hooked(mlp)
-    with caplog.at_level(logging.WARNING):
-        y = torch.compile(mlp, backend="eager")(x)
-    assert "LlamaMLP: gate_proj has hooks" in caplog.text
-    torch.testing.assert_close(y, mlp(x))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: DeepseekV4MLP(DeepseekV4Config(hidden_size=H, moe_intermediate_size=I)),
-        lambda: T5GemmaMLP(SimpleNamespace(**SIZES, hidden_activation="silu", dropout_rate=0.1)),
-        lambda: llama_mlp(act="mish"),
-    ],
-    ids=["a limit", "dropout", "an unknown activation"],
-)
-def test_other_functions_are_left_alone(make, caplog):
-    mlp = make()
-    with caplog.at_level(logging.WARNING):
-        assert patch_dense(mlp) == 0
-    assert "forward" not in vars(mlp)
-    assert f"{type(mlp).__name__}: it is no MLP whose function can be fused" in caplog.text
-
-
-def test_errors():
-    with pytest.raises(fm.InputError, match=r"patch_dense: expected a model with MLPs of gate_proj, .*, got Linear"):
-        patch_dense(nn.Linear(2, 2))
-    with pytest.raises(fm.InputError, match="patch_dense: model"):
-        patch_dense("llama")
-    model = nn.ModuleList([llama_mlp(), llama_mlp()])
-    model[1].forward = lambda x: x
-    with pytest.raises(fm.InputError, match="patch_dense: the forward of '1' was already replaced"):
-        patch_dense(model)
-    assert "forward" not in vars(model[0])
-
-
-def llama():
-    config = LlamaConfig(**SIZES, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, pad_token_id=0)
-    return LlamaForCausalLM(config).eval()
+    assert_close(got, penalty())
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
@@ -296,42 +194,53 @@ def test_a_weight_changed_before_backward_is_an_error(name):
         y.sum().backward()
 
 
-def test_a_model(tmp_path):
-    model, ids = llama(), torch.randint(1, 64, (2, 7))
-    want = model(input_ids=ids, labels=ids)
-    assert patch_dense(model) == 2
-    got = model(input_ids=ids, labels=ids)
-    torch.testing.assert_close(got.logits, want.logits, rtol=1e-4, atol=1e-5)
-    got.loss.backward()
-    assert all(p.grad is not None for p in model.parameters())
-    model.save_pretrained(tmp_path)
-    again = LlamaForCausalLM.from_pretrained(tmp_path)
-    for name, t in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], t), name
-
-
 def test_patched_in_inference_mode():
     mlp, x = llama_mlp(), rows()
     want = outcome(mlp, x)
     with torch.inference_mode():
         patch_dense(mlp)
     assert len(memories(mlp)) == 1
-    assert_same(outcome(mlp, x), want)
+    assert_close(outcome(mlp, x), want)
 
 
-def test_memory_that_processes_share_stays_where_it_is():
-    mlp, x = llama_mlp(), rows()
-    want = outcome(mlp, x)
-    mlp.share_memory()
-    places = [p.data_ptr() for p in mlp.parameters()]
+def test_meta_parameters():
+    with torch.device("meta"):
+        mlp = llama_mlp()
+    assert patch_dense(mlp) == 1
+    mlp, x = mlp.to_empty(device="cpu"), rows()
+    for parameter in mlp.parameters():
+        nn.init.normal_(parameter)
+    got = outcome(mlp, x)
+    unpatch_dense(mlp)
+    assert_close(got, outcome(mlp, x))
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_compiled():
+    mlp, x = llama_mlp(bias=True, dtype=torch.float32), rows(dtype=torch.float32)
     patch_dense(mlp)
-    assert [p.data_ptr() for p in mlp.parameters()] == places
-    assert all(p.is_shared() for p in mlp.parameters())
-    assert_same(outcome(mlp, x), want)
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    assert_same(outcome(mlp, x, compiled), outcome(mlp, x), rtol=1e-5, atol=1e-6)
+
+
+# ---- states and copies --------------------------------------------------------------------------------------------
 
 
 def pickled(mlp):
     return pickle.loads(pickle.dumps(mlp))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_copies(copied):
+    mlp, x = llama_mlp(), rows()
+    patch_dense(mlp)
+    want = outcome(mlp, x)
+    other = copied(mlp)
+    assert_close(outcome(other, x), want)
+    for parameter in other.parameters():
+        parameter.data.zero_()
+    assert_close(outcome(mlp, x), want)
+    assert not other(x).any()
 
 
 @pytest.mark.parametrize("change", [None, unpatch_dense, pickled])
@@ -362,11 +271,122 @@ def test_a_state_dict_has_no_shared_storage(change, tmp_path):
     assert len(mlp.up_proj._state_dict_hooks) == 1
 
 
-def test_the_plan():
-    model = llama().bfloat16()
+# ---- a module that has changed runs as before ---------------------------------------------------------------------
+
+
+class Adapted(nn.Linear):
+    """As peft replaces a layer."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Shifts(ModelHook):
+    def post_forward(self, module, output):
+        return output + 1
+
+
+def hooked(mlp):
+    mlp.gate_proj.register_forward_hook(lambda module, args, y: y + 1)
+
+
+def own_forward(mlp):
+    mlp.down_proj.forward = lambda h: 3 * nn.functional.linear(h, mlp.down_proj.weight)
+
+
+def pruned(mlp):
+    for name, rows, columns in (("gate_proj", I // 2, H), ("up_proj", I // 2, H), ("down_proj", H, I // 2)):
+        layer = getattr(mlp, name)
+        layer.weight = nn.Parameter(layer.weight.detach()[:rows, :columns].clone())
+
+
+def with_bias(mlp):
+    mlp.down_proj.bias = nn.Parameter(torch.ones(H, dtype=torch.float64))
+
+
+REASONS = {
+    "replaced": (lambda m: setattr(m.up_proj, "__class__", Adapted), "up_proj is a Adapted, not an nn.Linear"),
+    "hook": (hooked, "gate_proj has hooks or a forward of its own"),
+    "accelerate": (
+        lambda m: add_hook_to_module(m.down_proj, Shifts()),
+        "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
+    ),
+    "forward": (own_forward, "down_proj has hooks or a forward of its own"),
+    "function": (
+        lambda m: setattr(m, "act_fn", ACT2FN["gelu"]),
+        "its act_fn or its forward has changed since; call patch_dense again",
+    ),
+    "pruned": (pruned, "its weights have other shapes than before; call patch_dense again"),
+    "bias": (with_bias, "a bias was added or removed since; call patch_dense again"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), REASONS.values(), ids=REASONS)
+def test_a_module_that_has_changed_runs_as_before(change, reason, caplog):
+    mlp, x = llama_mlp(), rows()
+    before = mlp(x).detach()
+    patch_dense(mlp)
+    mlp(x)
+    change(mlp)
+    with caplog.at_level(logging.WARNING), fm.recipe("fp8_row"):
+        y = mlp(x).detach()
+    (record,) = caplog.records
+    said = record.getMessage()
+    assert said.startswith(f"LlamaMLP: {reason}")
+    assert said.endswith(", so it runs as before patch_dense, without kernels and recipes")
+    assert not torch.allclose(y, before)
+    unpatch_dense(mlp)
+    assert torch.equal(y, mlp(x))
+
+
+@pytest.mark.usefixtures("fresh_graphs")
+def test_a_graph_of_a_module_that_has_changed_says_why(caplog):
+    mlp, x = llama_mlp(), rows()
+    patch_dense(mlp)
+    hooked(mlp)
+    with caplog.at_level(logging.WARNING):
+        y = torch.compile(mlp, backend="eager")(x)
+    assert "LlamaMLP: gate_proj has hooks" in caplog.text
+    torch.testing.assert_close(y, mlp(x))
+
+
+# ---- what is not patched, and the plan ----------------------------------------------------------------------------
+
+OTHERS = {
+    "a limit": lambda: DeepseekV4MLP(DeepseekV4Config(hidden_size=H, moe_intermediate_size=I)),
+    "dropout": lambda: T5GemmaMLP(SimpleNamespace(**SIZES, hidden_activation="silu", dropout_rate=0.1)),
+    "an unknown activation": lambda: llama_mlp(act="mish"),
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_other_functions_are_left_alone(make, caplog):
+    mlp = make()
+    with caplog.at_level(logging.WARNING):
+        assert patch_dense(mlp) == 0
+    assert "forward" not in vars(mlp)
+    assert f"{type(mlp).__name__}: it is no MLP whose function can be fused" in caplog.text
+
+
+def test_errors():
+    with pytest.raises(fm.InputError, match=r"patch_dense: expected a model with MLPs of gate_proj, .*, got Linear"):
+        patch_dense(nn.Linear(2, 2))
+    with pytest.raises(fm.InputError, match="patch_dense: model"):
+        patch_dense("llama")
+    model = nn.ModuleList([llama_mlp(), llama_mlp()])
+    model[1].forward = lambda x: x
+    with pytest.raises(fm.InputError, match="patch_dense: the forward of '1' was already replaced"):
+        patch_dense(model)
+    assert "forward" not in vars(model[0])
+
+
+def test_a_model_and_its_plan():
+    model, ids = llama(), torch.randint(1, 64, (2, 7))
     assert not fm.explain(model, arch=90).groups
-    patch_dense(model)
-    (group,) = fm.explain(model, tokens=64, arch=90).groups
+    want = model(input_ids=ids).logits
+    assert patch_dense(model) == 2
+    torch.testing.assert_close(model(input_ids=ids).logits, want, rtol=1e-4, atol=1e-5)
+    (group,) = fm.explain(model.bfloat16(), tokens=64, arch=90).groups
     assert group.names == ("model.layers.0.mlp", "model.layers.1.mlp")
     assert {step.rule for step in group.explanation.steps} == {
         "sm90.linear_activation", "sm90.linear", "sm90.linear_wgrad", "sm90.linear_dgrad_activation",
@@ -374,51 +394,3 @@ def test_the_plan():
     }  # fmt: skip
     hooked(model.model.layers[1].mlp)
     assert "LlamaMLP: gate_proj has hooks" in fm.explain(model, arch=90).groups[1].note
-
-
-def test_meta_parameters():
-    with torch.device("meta"):
-        mlp = llama_mlp()
-    assert patch_dense(mlp) == 1
-    mlp = mlp.to_empty(device="cpu")
-    for parameter in mlp.parameters():
-        nn.init.normal_(parameter)
-    x = rows()
-    got = outcome(mlp, x)
-    unpatch_dense(mlp)
-    assert_same(got, outcome(mlp, x))
-
-
-def test_compiled():
-    mlp, x = llama_mlp(bias=True, dtype=torch.float32), rows(dtype=torch.float32)
-    patch_dense(mlp)
-    want = outcome(mlp, x)
-    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    x.grad = None
-    mlp.zero_grad()
-    y = compiled(x)
-    (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
-    got = {"y": y.detach(), "x": x.grad, **{name: p.grad for name, p in mlp.named_parameters()}}
-    assert_same(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_memory_that_others_may_use_is_left():
-    mlp = llama_mlp()
-    buffer = torch.randn(3 * I * H, dtype=torch.float64)  # as of a framework with flat parameters
-    mlp.gate_proj.weight.data = buffer[: I * H].view(I, H)
-    patch_dense(mlp)
-    assert mlp.gate_proj.weight.data_ptr() == buffer.data_ptr()
-    x = rows()
-    assert_same({"y": mlp(x).detach()}, {"y": type(mlp).forward(mlp, x).detach()})
-
-
-def test_the_view_is_of_the_rows_of_both():
-    gate, up = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
-    want = torch.cat([gate, up])
-    dense._move_together(gate, up)
-    both = dense._together(gate, up)
-    assert torch.equal(both, want)
-    assert both.data_ptr() == gate.data_ptr()
-    both.sum().backward()
-    assert gate.grad.eq(1).all()
-    assert up.grad.eq(1).all()

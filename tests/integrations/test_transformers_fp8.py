@@ -1,4 +1,6 @@
-"""Experts of FP8 checkpoints of transformers run on their codes."""
+"""Experts of transformers with quantized weights: those of FP8 checkpoints run on their codes, and transformers runs
+others, which a warning says once.
+"""
 
 import copy
 import logging
@@ -6,50 +8,27 @@ import types
 
 import pytest
 import torch
-from kit import fp8_models, moe_families
+from kit import fp8_models, moe_families, stand_in_experts
+from kit.compare import assert_bitwise
 from kit.fp8_models import SIZES, dequantized, fp8_model, in_blocks
+from kit.moe_families import logits, step
 from torch import nn
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.moe import use_experts_implementation
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.base.log import forget_said
 from fusedmoe.numerics.formats import Quantizer, fp8_block
 from fusedmoe.numerics.recipes import Custom
 
 FAMILIES = ["qwen3_moe", "deepseek_v3"]
 ROWS_ALONE = Custom("rows alone", input=Quantizer(fp8_block(power_of_two=False)))  # as transformers trains
+GATE = "model.layers.0.mlp.gate.weight"
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
-    forget_said()
-    fusedmoe_transformers.register()
+def plain_products(registered, monkeypatch):
     monkeypatch.setattr(finegrained_fp8, "fp8_linear", fp8_models.plain_linear)
-    torch.manual_seed(0)
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The experts' chains that this package was called for."""
-    chains, run = [], fm.Sequential.forward_with
-
-    def noted(self, *args, **kwargs):
-        chains.append(self)
-        return run(self, *args, **kwargs)
-
-    monkeypatch.setattr(fm.Sequential, "forward_with", noted)
-    return chains
-
-
-def results(tiny):
-    """Logits, and the gradients of all parameters that are not in FP8."""
-    tiny.model.zero_grad()
-    logits, loss = moe_families.logits_and_loss(tiny)
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
-    return logits.detach(), grads
 
 
 def error(got, want):
@@ -57,49 +36,68 @@ def error(got, want):
     return (got - want).float().norm() / want.float().norm()
 
 
+def attention(gradients):
+    """The names of the gradients before both layers of experts."""
+    found = [name for name in gradients if "layers.0.self_attn" in name and name.endswith("_proj.weight")]
+    assert len(found) > 3
+    return found
+
+
+def warnings_of(caplog):
+    records = [r for r in caplog.records if r.name.startswith("fusedmoe") and r.levelno >= logging.WARNING]
+    return [r.getMessage() for r in records]
+
+
+# ---- models -------------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_computes_what_transformers_computes(family, dtype, calls, caplog):
+def test_a_checkpoint_computes_what_transformers_computes(family, dtype, chains_called, caplog):
     tiny = fp8_model(family, dtype)
     with caplog.at_level(logging.WARNING), fm.recipe(ROWS_ALONE):
-        logits, grads = results(tiny)
-    assert len(calls) == 2
-    assert not [r for r in caplog.records if r.name.startswith("fusedmoe") and r.levelno >= logging.WARNING]
+        got = step(tiny)
+    assert len(chains_called) == 2
+    assert not warnings_of(caplog)
     tiny.model.set_experts_implementation("eager")
-    want, want_grads = results(tiny)
-    assert len(calls) == 2
+    want = step(tiny)
+    assert len(chains_called) == 2
+    assert got.keys() == want.keys()
     # a value on the other side of a rounding step of FP8 differs by 6 %: few do in fp32, more in bf16
-    tolerance = {torch.float32: 2e-3, torch.bfloat16: 6e-2}[dtype]
+    tolerance, of_gradient = {torch.float32: (2e-3, 3e-2), torch.bfloat16: (6e-2, 0.3)}[dtype]
     # on some CPUs, a token chooses another expert of the second layer, since its scores are in bf16 too
     others = {torch.float32: 0, torch.bfloat16: 2}[dtype]
-    same = (logits - want).float().norm(dim=-1).flatten().argsort()[: want[..., 0].numel() - others]
-    assert error(logits.flatten(0, -2)[same], want.flatten(0, -2)[same]) < tolerance
-    assert grads.keys() == want_grads.keys()
-    assert not any("experts.gate_up_proj" in name or name.endswith("experts.down_proj") for name in grads)
-    trained = [name for name in grads if "layers.0" in name and "self_attn" in name and name.endswith("_proj.weight")]
-    assert len(trained) > 3
-    for name in trained:  # before both layers of experts
-        assert error(grads[name], want_grads[name]) < {torch.float32: 3e-2, torch.bfloat16: 0.3}[dtype], name
+    ours, theirs = (of["logits"].float().flatten(0, -2) for of in (got, want))
+    same = (ours - theirs).norm(dim=-1).argsort()[: len(theirs) - others]
+    assert error(ours[same], theirs[same]) < tolerance
+    assert not any("experts.gate_up_proj" in name or name.endswith("experts.down_proj") for name in got)
+    for name in attention(got):
+        assert error(got[name], want[name]) < of_gradient, name
 
 
 def test_rows_and_gradients_are_quantized(monkeypatch):
     tiny = fp8_model("qwen3_moe")
-    logits, grads = results(tiny)
+    got = step(tiny)
+    with fm.recipe("fp8_block"):  # recipes of the call change the rows
+        powers_of_two = logits(tiny)
+    with torch.autocast("cpu", torch.bfloat16):  # leaves the codes
+        autocast = logits(tiny)
+    assert 1e-4 < error(powers_of_two, got["logits"]) < 0.1
+    assert 1e-4 < error(autocast, got["logits"]) < 0.1
     tiny.model.set_experts_implementation("eager")
-    want, want_grads = results(tiny)
-    for name in want_grads:
-        if "layers.0.self_attn" in name and name.endswith("_proj.weight"):
-            assert 2e-2 < error(grads[name], want_grads[name]) < 0.15, name
+    want = step(tiny)
+    for name in attention(want):
+        assert 2e-2 < error(got[name], want[name]) < 0.15, name
     monkeypatch.setattr(fp8_models, "in_blocks", lambda x: x)
-    without, _ = results(tiny)
-    assert 1e-2 < error(without, want) < 0.2
-    assert error(logits, want) < 0.1 * error(without, want)
+    without = logits(tiny)
+    assert 1e-2 < error(without, want["logits"]) < 0.2
+    assert error(got["logits"], want["logits"]) < 0.1 * error(without, want["logits"])
 
 
-def test_the_weights_stay_as_they_are_and_are_not_dequantized(calls):
+def test_the_weights_stay_as_they_are_and_are_not_dequantized():
     tiny = fp8_model("qwen3_moe", torch.bfloat16)
     before = {name: (t.data_ptr(), t.clone()) for name, t in tiny.model.state_dict().items()}
-    results(tiny)
+    step(tiny)
     for name, t in tiny.model.state_dict().items():
         address, value = before[name]
         assert t.data_ptr() == address
@@ -114,80 +112,43 @@ def test_the_weights_stay_as_they_are_and_are_not_dequantized(calls):
     assert explained.names == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 
 
-def test_recipes_of_the_call_change_the_rows():
-    tiny = fp8_model("qwen3_moe")
-    with torch.no_grad():
-        want = moe_families.logits_and_loss(tiny)[0]
-        with fm.recipe("fp8_block"):
-            powers_of_two = moe_families.logits_and_loss(tiny)[0]
-    assert 1e-4 < error(powers_of_two, want) < 0.1
-
-
-def test_scales_in_e8m0_quantize_rows_with_powers_of_two(calls):
+def test_scales_in_e8m0_quantize_rows_with_powers_of_two(chains_called):
     tiny = fp8_model("qwen3_moe", scale_fmt="ue8m0")
     assert tiny.experts[0][1].down_proj_scale_inv.dtype is torch.float8_e8m0fnu
-    with torch.no_grad():
-        got = moe_families.logits_and_loss(tiny)[0]
-        assert len(calls) == 2
-        assert calls[0].down.weight_format == fp8_block(across=128)
-        for _, module in tiny.experts:
-            for scale in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
-                setattr(module, scale, nn.Parameter(getattr(module, scale).float(), requires_grad=False))
-            module.__dict__.pop("_fusedmoe_experts")
-        with fm.recipe("fp8_block"):
-            want = moe_families.logits_and_loss(tiny)[0]
-    assert want.any()
-    assert torch.equal(got, want)
+    got = logits(tiny)
+    assert len(chains_called) == 2
+    assert chains_called[0].down.weight_format == fp8_block(across=128)
+    for _, module in tiny.experts:
+        for scale in ("gate_up_proj_scale_inv", "down_proj_scale_inv"):
+            setattr(module, scale, nn.Parameter(getattr(module, scale).float(), requires_grad=False))
+        module.__dict__.pop("_fusedmoe_experts")
+    with fm.recipe("fp8_block"):
+        assert_bitwise(got, logits(tiny))
 
 
-def test_routers_run_in_one_chain_with_experts_in_fp8(calls):
+def test_routers_run_in_one_chain_with_experts_in_fp8(chains_called):
     tiny = fp8_model("deepseek_v3")
     with fm.recipe(ROWS_ALONE):
-        want, want_grads = results(tiny)
-        assert len(calls) == 2
+        want = step(tiny)
+        assert len(chains_called) == 2
         assert fusedmoe_transformers.patch_routers(tiny.model) == 2
-        got, grads = results(tiny)
-    assert len(calls) == 2  # the chain of a router has the experts
-    assert error(got, want) < 1e-3
-    name = "model.layers.0.mlp.gate.weight"
-    assert error(grads[name], want_grads[name]) < 1e-2
+        got = step(tiny)
+    assert len(chains_called) == 2  # the chain of a router has the experts
+    assert error(got["logits"], want["logits"]) < 1e-3
+    assert error(got[GATE], want[GATE]) < 1e-2
     (group,) = fm.explain(tiny.model).groups
     assert group.explanation.steps[0].ops == ("router.Router",)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_graphs")
 def test_a_compiled_model_computes_the_same():
     tiny = fp8_model("qwen3_moe", num_hidden_layers=2)
-    want, want_grads = results(tiny)
-    tiny.model.forward = torch.compile(tiny.model.forward, backend="aot_eager", fullgraph=False)
-    got, grads = results(tiny)
-    assert error(got, want) < 1e-5
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert error(grads[name], want_grads[name]) < 1e-4
-
-
-def test_autocast_leaves_the_codes(calls):
-    tiny = fp8_model("qwen3_moe")
-    with torch.no_grad():
-        want = moe_families.logits_and_loss(tiny)[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            got = moe_families.logits_and_loss(tiny)[0]
-    assert len(calls) == 4
-    assert 1e-4 < error(got, want) < 0.1
-
-
-def test_training_what_comes_before_the_experts_reduces_the_loss():
-    tiny = fp8_model("qwen3_moe", torch.bfloat16)
-    trained = [p for name, p in tiny.model.named_parameters() if "self_attn" in name and name.endswith("_proj.weight")]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    losses = []
-    for _ in range(6):
-        optimizer.zero_grad()
-        loss = moe_families.logits_and_loss(tiny)[1]
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.95 * losses[0]
+    want = step(tiny)
+    got = step(tiny, torch.compile(tiny.model, backend="aot_eager", fullgraph=False))
+    assert error(got["logits"], want["logits"]) < 1e-5
+    for name in attention(want):
+        assert error(got[name], want[name]) < 1e-4
 
 
 # ---- modules alone ------------------------------------------------------------------------------------------------
@@ -208,14 +169,13 @@ def experts(has_gate=True, dtype=torch.float32, expert_dtype="fp8", block=(128, 
     for name, p in module.named_parameters():
         if p.dtype is torch.float8_e4m3fn:
             p.data.copy_(torch.randn(p.shape).mul_(100).clamp_(-448, 448))
-        elif name.endswith("scale_inv"):
+        elif "scale" in name:
             p.data.uniform_(0.001, 0.002)
     return module
 
 
-def arguments(dtype=torch.float32, tokens=T):
-    x = torch.randn(tokens, H).to(dtype).requires_grad_()
-    return x, torch.rand(tokens, E).topk(K).indices, torch.rand(tokens, K).to(dtype)
+def arguments():
+    return torch.randn(T, H).requires_grad_(), torch.rand(T, E).topk(K).indices, torch.rand(T, K)
 
 
 def by_tokens(module, x, index, weights):
@@ -240,39 +200,19 @@ GATES = {
     "limit": ({"swiglu_limit": 0.7}, "SwiGLU(limit=0.7)"),
     "oai": ({"swiglu_limit": 0.7, "swiglu_alpha": 1.702}, "SwiGLU(limit=0.7, alpha=1.702, offset=1.0)"),
     "gelu": ({"hidden_act": "gelu"}, "GeGLU(approximate='none')"),
+    "no gate": ({"has_gate": False, "hidden_act": "relu2"}, "SquaredReLU()"),
+    "soft caps": ({"mlp_gate_softcap": 3.0, "mlp_up_softcap": 2.0}, "None"),
 }
 
 
-@pytest.mark.parametrize("gate", GATES)
-def test_every_gate_of_experts_in_fp8_is_recognised(gate):
-    settings, op = GATES[gate]
-    module = experts(**settings)
+@pytest.mark.parametrize(("settings", "op"), GATES.values(), ids=GATES)
+def test_every_gate_of_experts_in_fp8_is_recognised(settings, op):
+    module, (x, index, weights) = experts(**settings), arguments()
     assert repr(fusedmoe_transformers.recognised(module)) == op
-    x, index, weights = arguments()
-    got = module(x, index, weights)
-    assert error(got.double(), by_tokens(module, x.detach(), index, weights)) < 2e-3
-
-
-def test_a_gate_with_soft_caps_runs_unfused():
-    module = experts(mlp_gate_softcap=3.0, mlp_up_softcap=2.0)
-    assert fusedmoe_transformers.recognised(module) is None
-    x, index, weights = arguments()
-    got = module(x, index, weights)
-    want = by_tokens(module, x.detach(), index, torch.ones_like(weights))
-    assert error(module(x, index, torch.ones_like(weights)).double(), want) < 2e-3
-    assert got.any()
-
-
-def test_experts_without_a_gate():
-    module = experts(has_gate=False, hidden_act="relu2")
-    x, index, weights = arguments()
-    assert error(module(x, index, weights).double(), by_tokens(module, x.detach(), index, weights)) < 2e-3
-
-
-def test_slots_of_other_ranks_are_skipped():
-    module = experts()
-    x, index, weights = arguments()
-    index[::3, 0] = E
+    if op == "None":  # the weights are then multiplied in after the experts
+        assert module(x, index, weights).any()
+        weights = torch.ones_like(weights)
+    index[::3, 0] = E  # slots of other ranks
     y = module(x, index, weights)
     assert error(y.double(), by_tokens(module, x.detach(), index, weights)) < 2e-3
     y.sum().backward()
@@ -281,39 +221,45 @@ def test_slots_of_other_ranks_are_skipped():
 
 
 def test_trainable_flags_of_the_weights_do_not_matter():
-    module = experts()
+    module, (x, index, weights) = experts(), arguments()
     assert module.down_proj.requires_grad  # as transformers makes it
-    x, index, weights = arguments()
-    y = module(x, index, weights)
-    y.sum().backward()
-    grad = x.grad.clone()
-    module.requires_grad_(False)
-    x.grad = None
-    again = module(x, index, weights)
-    again.sum().backward()
-    assert torch.equal(y, again)
-    assert torch.equal(grad, x.grad)
-    assert grad.any()
+    found = []
+    for flag in (True, False):
+        y = module.requires_grad_(flag)(x, index, weights)
+        found.append([y.detach(), *torch.autograd.grad(y.sum(), x)])
+    assert_bitwise(*found)
 
 
 def test_new_weights_are_used_at_once_and_a_copy_is_independent():
-    module = experts()
-    x, index, weights = arguments()
-    y = module(x, index, weights)
+    module, given = experts(), arguments()
+    y = module(*given)
     other = copy.deepcopy(module)
     with torch.no_grad():
         module.down_proj_scale_inv.mul_(2)
-    torch.testing.assert_close(module(x, index, weights), 2 * y)
-    assert torch.equal(other(x, index, weights), y)
-    assert y.any()
+    torch.testing.assert_close(module(*given), 2 * y)
+    assert_bitwise(other(*given), y)
+    for name in ("gate_up_proj", "down_proj"):  # dequantized
+        weight = dequantized(getattr(other, name), getattr(other, f"{name}_scale_inv"))
+        setattr(other, name, nn.Parameter(weight))
+    dense = other(*given)
+    assert 1e-3 < error(dense, y) < 0.1
+    dense.sum().backward()
+    assert other.down_proj.grad.any()
+
+
+def test_sizes_are_ragged():
+    assert SIZES["hidden_size"] % 128  # so that the last blocks of the models above are not whole
+
+
+# ---- what transformers runs ---------------------------------------------------------------------------------------
+
+QUANTIZED = "FP8Experts: its weights are quantized to torch."
 
 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"block": (64, 64)}, "expected blocks of 128 x 128, got (64, 64)"),
         ({"block": None}, "expected blocks of 128 x 128, got None"),
-        ({"scheme": "static"}, "expected dynamic scales of activations, got 'static'"),
         ({"expert_dtype": "fp4"}, "gate_up_proj: expected codes in torch.float8_e4m3fn, got torch.int8"),
         (
             {"moe_intermediate_size": 64},
@@ -323,25 +269,80 @@ def test_new_weights_are_used_at_once_and_a_copy_is_independent():
     ],
 )
 def test_experts_that_transformers_runs(settings, reason):
-    module = experts(**settings)
     with pytest.raises(fm.InputError) as caught:
-        fusedmoe_transformers.explain(module)
-    assert str(caught.value).startswith("FP8Experts: its weights are quantized to torch.")
+        fusedmoe_transformers.explain(experts(**settings))
+    assert str(caught.value).startswith(QUANTIZED)
     assert f"transformers runs it without fusedmoe: {reason}. To use" in str(caught.value)
 
 
-def test_a_change_of_the_weights_is_noticed():
-    module = experts()
-    x, index, weights = arguments()
-    y = module(x, index, weights)
-    for name in ("gate_up_proj", "down_proj"):
-        weight = dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
-        setattr(module, name, nn.Parameter(weight))
-    dense = module(x, index, weights)
-    assert 1e-3 < error(dense, y) < 0.1
-    dense.sum().backward()
-    assert module.down_proj.grad.any()
+@pytest.mark.parametrize(("settings", "as_in", "reason"), [
+    ({"block": (64, 64)}, "grouped_mm", "expected blocks of 128 x 128, got (64, 64)"),
+    ({"scheme": "static"}, "eager", "expected dynamic scales of activations, got 'static'"),
+])  # fmt: skip
+def test_they_run_as_without_fusedmoe(settings, as_in, reason, monkeypatch, caplog):
+    called = []
+
+    def linear(x, weight, scale, block, bias=None, activation_scale=None, allow_deepgemm=True):
+        called.append("eager")
+        return nn.functional.linear(x, dequantized(weight, scale, block=block), bias)
+
+    def grouped(x, weight, scale, offsets, tokens_per_expert, block):
+        called.append("grouped_mm")
+        parts = zip(x.tensor_split(offsets[:-1].long()), dequantized(weight, scale, block=block), strict=True)
+        return torch.cat([part @ w.T for part, w in parts])
+
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", linear)
+    monkeypatch.setattr(finegrained_fp8, "fp8_grouped_matmul", grouped)
+    module, given = experts(**settings), arguments()
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        got = [module(*given) for _ in range(2)]
+        assert set(called) == {as_in}
+        (group,) = fm.explain(module).groups
+        module.config._experts_implementation = as_in
+        want = module(*given)
+    (said,) = warnings_of(caplog)  # once for all calls
+    assert said.startswith(f"{QUANTIZED}float8_e4m3fn, and transformers runs it without fusedmoe: {reason}. To use")
+    assert_bitwise(got, [want, want])
+    assert group.note == said
 
 
-def test_sizes_are_ragged():
-    assert SIZES["hidden_size"] % 128  # so that the last blocks of the models above are not whole
+@use_experts_implementation
+class Indexing(stand_in_experts.Plain):
+    """With what transformers' models define themselves: expert by expert."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        y = torch.zeros_like(hidden_states)
+        for e in range(self.num_experts):
+            token, k = torch.where(top_k_index == e)
+            gate, up = nn.functional.linear(hidden_states[token], self.gate_up_proj[e]).chunk(2, -1)
+            rows = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[e])
+            y.index_add_(0, token, rows * top_k_weights[token, k, None])
+        return y
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+def test_weights_that_are_tensors_of_torchao_run_in_the_models_own_way(called_before, caplog):
+    pytest.importorskip("torchao")
+    from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, quantize_
+
+    module = Indexing(stand_in_experts.config()).bfloat16().requires_grad_(False)
+    given = [t.detach() for t in stand_in_experts.arguments(torch.bfloat16)]
+    in_bf16 = module(*given) if called_before else copy.deepcopy(module)(*given)
+    quantize_(module, FqnToConfig(dict.fromkeys(("gate_up_proj", "down_proj"), Int8WeightOnlyConfig())), filter_fn=None)
+    assert type(module.down_proj).__name__ == "Int8Tensor"
+    with caplog.at_level(logging.WARNING):
+        got = [module(*given) for _ in range(2)]
+    assert len(warnings_of(caplog)) == 1
+    module.config._experts_implementation = "eager"
+    want = module(*given)
+    assert_bitwise(got, [want, want])
+    assert error(want, in_bf16) < 0.1
+
+
+def test_quantized_experts_of_llama4_are_refused():
+    tiny = moe_families.tiny("llama4", None, num_hidden_layers=1, layer_types=["full_attention"])
+    ((name, module),) = tiny.experts
+    module.down_proj = nn.Parameter(module.down_proj.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    message = f"patch_llama4: {name}: expected unquantized Llama4TextExperts, got quantized ones"
+    with pytest.raises(fm.InputError, match=message):
+        fusedmoe_transformers.patch_llama4(tiny.model)

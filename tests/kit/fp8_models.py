@@ -15,10 +15,10 @@ IN_HIGH_PRECISION = {
 SIZES = {"hidden_size": 192, "moe_intermediate_size": 128}
 
 
-def dequantized(weight, scale, dtype=torch.float32):
-    """The values of a weight with blocks of 128x128."""
+def dequantized(weight, scale, dtype=torch.float32, block=(128, 128)):
+    """The values of a weight with a scale per block."""
     rows, columns = weight.shape[-2:]
-    scale = scale.to(dtype).repeat_interleave(128, -2).repeat_interleave(128, -1)
+    scale = scale.to(dtype).repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)
     return weight.to(dtype) * scale[..., :rows, :columns]
 
 

@@ -21,142 +21,76 @@ ROUTER = re.compile(r"\.(gate|router)\.(\w+\.)*weight$")
 CORRECTION = re.compile(r"\.(e_score_correction_bias|expert_bias|balancing_biases)$")
 BATCH, LENGTH = 2, 12
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2,
-    "swa_head_dim": 16,
-    "vocab_size": 128,
-    "vocab_size_per_layer_input": 128,
-    "hidden_size_per_layer_input": 8,
-    "max_position_embeddings": 64,
-    "sliding_window": 8,
-    "sliding_window_size": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "use_cache": False,
-    # experts, and which layers have them
-    "n_routed_experts": 8,
-    "num_local_experts": 8,
-    "num_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_k": 2,
-    "top_k_experts": 2,
-    "router_hidden_size": 32,
-    "first_k_dense_replace": 0,
-    "num_dense_layers": 0,
-    "moe_layer_start_index": 0,
+_NAMES = {  # by size
+    128: "vocab_size vocab_size_per_layer_input",
+    64: (
+        "hidden_size max_position_embeddings intermediate_size intermediate_size_mlp dense_intermediate_size "
+        "prefix_dense_intermediate_size"
+    ),
+    32: (
+        "router_hidden_size moe_intermediate_size moe_hidden_size shared_intermediate_size "
+        "shared_expert_intermediate_size shared_experts_intermediate_size moe_shared_expert_intermediate_size "
+        "kv_lora_rank q_lora_rank mamba_d_head mamba_head_dim"
+    ),
+    16: (
+        "head_dim swa_head_dim o_lora_rank v_head_dim index_head_dim rel_extent linear_head_dim "
+        "linear_key_head_dim linear_value_head_dim mamba_d_state mamba_chunk_size ssm_state_size chunk_size "
+        "block_size hc_lowrank"
+    ),
+    8: (
+        "hidden_size_per_layer_input sliding_window sliding_window_size n_routed_experts num_local_experts "
+        "num_experts moe_num_experts d_rel rotary_dim gated_norm_rank"
+    ),
+    4: (
+        "num_attention_heads swa_num_attention_heads index_n_heads index_kpool linear_num_heads "
+        "linear_num_value_heads mamba_n_heads mamba_num_heads mamba_dt_rank"
+    ),
+    2: (
+        "num_hidden_layers num_key_value_heads swa_num_key_value_heads eos_token_id num_experts_per_tok "
+        "num_experts_per_token moe_topk moe_k top_k_experts o_groups linear_num_key_heads n_groups"
+    ),
+    1: "bos_token_id",
+    0: "pad_token_id first_k_dense_replace num_dense_layers moe_layer_start_index",
+}
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES.items() for name in names.split()} | {
+    "index_topk": 64,  # every key is selected, so that no rounding changes which are
+    "swiglu_limit": 1.0,  # low enough that some values are beyond it
     "mlp_only_layers": [],
     "enable_moe_block": True,
-    "swiglu_limit": 1.0,  # low enough that some values are beyond it
-    # widths of MLPs
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 64,
-    "dense_intermediate_size": 64,
-    "prefix_dense_intermediate_size": 64,
-    "moe_intermediate_size": 32,
-    "moe_hidden_size": 32,
-    "shared_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_experts_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    # latent and sparse attention: every key is selected, so that no rounding changes which are
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "o_lora_rank": 16,
-    "o_groups": 2,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-    "index_n_heads": 4,
-    "index_topk": 64,
-    "index_kpool": 4,
-    "d_rel": 8,
-    "rel_extent": 16,
-    "rotary_dim": 8,
-    # linear attention and state spaces
-    "linear_num_heads": 4,
-    "linear_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "mamba_d_state": 16,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 32,
-    "mamba_dt_rank": 4,
-    "mamba_chunk_size": 16,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "block_size": 16,
-    "hc_lowrank": 16,
-    "gated_norm_rank": 8,
+    "use_cache": False,
 }
 # what the sizes above and the rules below do not get right, by family, or by class for those in OTHER_MODELS
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "deepseek_ocr2": {"mlp_layer_types": ["sparse", "sparse"]},
+    **{name: {"mlp_layer_types": ["sparse", "sparse"]} for name in ("deepseek_ocr2", "unlimited_ocr")},
+    **{name: {"global_head_dim": 16} for name in ("diffusion_gemma", "gemma4")},
     "deepseek_v4": {
-        "head_dim": 16,
-        "num_key_value_heads": 1,
+        "head_dim": 16, "num_key_value_heads": 1,
         "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
     },
-    "diffusion_gemma": {"global_head_dim": 16},
     "dots1": {"n_shared_experts": 1},
     "dots3_note": {
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 4,
-        "swa_q_lora_rank": 32,
-        "swa_kv_lora_rank": 32,
-        "swa_head_dim": 16,
-        "swa_qk_nope_head_dim": 8,
-        "swa_v_head_dim": 16,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 32, "swa_kv_lora_rank": 32,
+        "swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 16,
     },
-    "ernie4_5_vl_moe": {
-        "moe_intermediate_size": [32, 32],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]},
-    },
-    "gemma4": {"global_head_dim": 16},
-    "glm4v_moe": {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [1, 1, 2],
-        }
-    },
+    "ernie4_5_vl_moe": {"moe_intermediate_size": [32, 32], "rope_parameters": _ROPE | {"mrope_section": [3, 3, 2]}},
+    "glm4v_moe": {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hy_v4_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}},
+    "hy_v4_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 1, 1]}},
     "inkling2_loop": {  # the second layer runs twice
-        "n_layers_per_attn_res_block": 1,
-        "loop_layer_index_start": 1,
-        "loop_layer_index_end": 2,
-        "loop_num_passes": 2,
-        "loop_gate_rank": 8,
+        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 2,
+        "loop_num_passes": 2, "loop_gate_rank": 8,
     },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mistral4": {"head_dim": 16},
     "Qwen3OmniMoeTalkerModel": {"shared_expert_intermediate_size": 32},
     "qwen4_exp": {
-        "indexer_n_heads": 4,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 64,
+        "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64,
         "indexer_compress_ratio": 4,
     },
-    "unlimited_ocr": {"mlp_layer_types": ["sparse", "sparse"]},
     "zaya": {"num_experts_per_tok": 1},  # its configuration takes no other
-}
+}  # fmt: skip
 # parameters whose inputs are cast to float32, whatever the dtype of the model is
 IN_FLOAT32 = {
     "Inkling2ForCausalLM": {"mlp.gate.weight"},
@@ -288,10 +222,41 @@ def tiny(
 
 def logits_and_loss(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and their loss; of a model without a head, the last hidden states and their cross entropy as logits."""
-    output = tiny.model(**tiny.inputs)
+    return _logits_and_loss(tiny.model(**tiny.inputs))
+
+
+def _logits_and_loss(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = output["logits"] if "logits" in output else output["last_hidden_state"]
     loss = output.get("loss")
     if loss is None:  # not their mean square: the last norm keeps it nearly constant, so that its gradients cancel
         rows = logits.flatten(0, -2)
         loss = nn.functional.cross_entropy(rows, torch.arange(len(rows)) % rows.shape[-1])
     return logits, loss
+
+
+def step(tiny: Tiny, run: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
+    """Logits, losses and the gradients of all parameters in a training step, by name."""
+    tiny.model.zero_grad()
+    output = (tiny.model if run is None else run)(**tiny.inputs | inputs)
+    logits, loss = _logits_and_loss(output)
+    loss.backward()
+    auxiliary = {} if output.get("aux_loss") is None else {"aux_loss": output["aux_loss"].detach()}
+    grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach(), "loss": loss.detach(), **auxiliary, **grads}
+
+
+def logits(tiny: Tiny) -> torch.Tensor:
+    """The logits of the model in eval mode, without gradients."""
+    training = tiny.model.training
+    tiny.model.eval()
+    with torch.no_grad():
+        found = logits_and_loss(tiny)[0]
+    tiny.model.train(training)
+    return found
+
+
+def checkpointed(model: nn.Module, **how: Any) -> None:
+    """Train with activation checkpointing, by the name that it has in this version of transformers."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(how or None)
+    model.train()
