@@ -220,6 +220,14 @@ def halve_data(module, args, routed):
     routed[1].data.mul_(0.5)
 
 
+def halve_in_transformers(module, args, routed):
+    """By a hook that is taken for one that only records."""
+    routed[1].mul_(0.5)
+
+
+halve_in_transformers.__module__ = "transformers.integrations"
+
+
 def autocast(tiny):
     forward = tiny.model.forward
 
@@ -262,6 +270,9 @@ CHANGES = {
     "weights in place": (
         "glm4_moe", on_router(halve), ALONE + TOGETHER, "",
     ),
+    "weights in place by transformers": (
+        "glm4_moe", on_router(halve_in_transformers), TOGETHER + OWN + TOGETHER, "",
+    ),
     "weights through data": (  # a change that torch does not count
         "glm4_moe", on_router(halve_data), ALONE + TOGETHER, "",
     ),
@@ -273,7 +284,7 @@ CHANGES = {
     "checkpointing": ("glm4_moe", lambda t: moe_families.checkpointed(t.model), TOGETHER * 4, ""),
     **{f"frozen {part}": ("glm4_moe", frozen(part), TOGETHER * 2, "") for part in ("gate", "experts", "mlp")},
 }  # fmt: skip
-SAME = {"wrapped", "checkpointing", "eager experts", *(name for name in CHANGES if name.startswith("frozen"))}
+SAME = {"fp64", "wrapped", "checkpointing", "eager experts", *(name for name in CHANGES if name.startswith("frozen"))}
 
 
 @pytest.mark.parametrize("name", CHANGES)
