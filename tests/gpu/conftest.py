@@ -96,14 +96,16 @@ def tiles(monkeypatch):
 
 @pytest.fixture(scope="module")
 def build_ahead(request):
-    """A function that compiles kernels into the cache on disk, side by side: one by one they would take minutes."""
+    """A function that compiles the kernels that another one returns into the cache on disk, side by side: one by one
+    they would take minutes.
+    """
     from fusedmoe.kernels.build import compiler  # only for tests of these kernels
 
-    def build(kernels):
-        if EMULATED:
+    def build(make):
+        if EMULATED or len(request.session.items) < FEW_TESTS:
             return
-        kernels = list(dict.fromkeys(kernels))
-        if len(request.session.items) < FEW_TESTS or compiler.entry(kernels[0]) is None:  # the cache is switched off
+        kernels = list(dict.fromkeys(make()))
+        if compiler.entry(kernels[0]) is None:  # the cache is switched off
             return
         # each worker of a parallel run begins elsewhere, and skips what others have built
         worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -7,8 +7,6 @@ Frameworks that are not installed have stand-ins of their interface, those of te
 import copy
 import json
 import re
-from dataclasses import dataclass
-from enum import Enum
 
 import pytest
 import torch
@@ -20,19 +18,17 @@ from kit.fp8_layers import (
     E,
     H,
     I,
-    assert_equal,
     assert_products_are_fp8,
     count_quantized_weights,
-    error,
     experts,
     kernels,
     moe,
-    of,
     rows,
-    rules,
     tokens,
 )
 from kit.hopper import needs_gpu, needs_hopper
+from kit.te_recipes import Float8BlockScaling
+from kit.training import assert_equal, outcome, plan_of
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -48,7 +44,7 @@ SPLITS = (40, 0, 21, 9) if EMULATED else (130, 0, 61, 1, 27, 128, 0, 53)
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
-    build_ahead(kernels())
+    build_ahead(kernels)
 
 
 def planned(monkeypatch):
@@ -73,6 +69,7 @@ SIZES = {
 }  # fmt: skip
 
 
+SHAPE = (1, 24) if EMULATED else (2, 128)
 APART = ("sm90.activation", "sm90.dactivation")
 """With few rows and weights in bf16, activations apart from products take fewer launches."""
 
@@ -93,9 +90,8 @@ def qwen3():
     return model.to(DEVICE).train()
 
 
-def step_of_model(model):
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 256, (1, 24) if EMULATED else (2, 128), generator=generator).to(DEVICE)
+def step_of_model(model, *shape, vocabulary=256):
+    ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     loss.backward()
@@ -103,158 +99,23 @@ def step_of_model(model):
     return {"loss": loss.detach(), **grads}
 
 
-@pytest.mark.filterwarnings("ignore")  # those of transformers
-@EACH
-def test_a_model_of_transformers(recipe, monkeypatch):
-    """With gradient checkpointing too."""
-    model, calls = qwen3(), planned(monkeypatch)
-    with fm.recipe("bf16"):
-        in_bf16 = step_of_model(model)
-    calls.clear()
-    with fm.recipe(recipe), fm.strict(), fm.disabled(*APART):
-        found = step_of_model(model)
-    of_experts = [plan for plan in calls if "sm90.fp8_grouped_gemm" in rules(plan)]
-    assert len(of_experts) == model.config.num_hidden_layers
-    for plan in of_experts:
-        assert_products_are_fp8(plan, recipe)
-    assert (found["loss"] - in_bf16["loss"]).abs() < 0.02 * in_bf16["loss"]
-    assert found.keys() == in_bf16.keys()
-    differ = 0
-    for name, t in found.items():
-        assert t.isfinite().all(), name
-        if name != "loss" and t.dim() > 1:
-            assert torch.cosine_similarity(t.float().flatten(), in_bf16[name].float().flatten(), 0) > 0.9, name
-            differ += not torch.equal(t, in_bf16[name])
-    assert differ
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    with fm.recipe(recipe), fm.strict(), fm.disabled(*APART):
-        again = step_of_model(model)
-    assert torch.equal(again["loss"], found["loss"])
-    for name, t in found.items():
-        assert error(again[name], t.double()) < 1e-2, name  # plain PyTorch may add in another order
-
-
-@pytest.mark.filterwarnings("ignore")  # those of transformers
-def test_micro_batches_of_a_model_of_transformers_quantize_weights_once(monkeypatch):
-    """The weights are arguments of each call. The results are those of weights that are quantized each time."""
-    counted = count_quantized_weights(monkeypatch)
-    model = qwen3()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    weights, micro_batches = 2 * model.config.num_hidden_layers, 3
-    each = 2 * E * (3 * H * I) * model.config.num_hidden_layers  # bytes: codes by rows and by columns
-    ids = torch.randint(1, 256, (micro_batches, 1, 24), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    with fm.recipe("fp8_block"), fm.strict():
-        for step in range(1 if EMULATED else 2):
-            found = {}
-            for cached in (False, True):
-                fm.clear_weight_cache(model)
-                optimizer.zero_grad()
-                counted.clear()
-                losses = []
-                for x in ids:
-                    if not cached:
-                        fm.clear_weight_cache(model)
-                    losses.append(model(input_ids=x, labels=x, use_cache=False).loss)
-                    losses[-1].backward()
-                assert len(counted) == weights * (1 if cached else micro_batches), step
-                grads = {name: p.grad.clone() for name, p in model.named_parameters() if "experts" in name}
-                found[cached] = {"loss": torch.stack(losses).detach(), **grads}
-            assert torch.equal(found[True]["loss"], found[False]["loss"])
-            for name, t in found[False].items():
-                assert error(found[True][name], t.double()) < 1e-2, name  # plain PyTorch may add in another order
-            assert each < fm.weight_cache_bytes(model) < 1.01 * each
-            counted.clear()
-            with torch.no_grad():
-                before = model(input_ids=ids[0], use_cache=False).logits
-                assert counted == [], "validation uses the same codes"
-                optimizer.step()
-                assert not torch.equal(model(input_ids=ids[0], use_cache=False).logits, before)
-                assert len(counted) == weights, step
-    fm.clear_weight_cache(model)
-    assert fm.weight_cache_bytes(model) == 0
-
-
-@pytest.mark.filterwarnings("ignore")  # those of transformers
-def test_an_fp8_checkpoint_of_transformers(monkeypatch):
-    """The weights are multiplied as they are stored; none is quantized."""
-    pytest.importorskip("transformers")
-    from kit.fp8_models import fp8_model, plain_linear
-    from transformers.integrations import finegrained_fp8
-
-    from fusedmoe.integrations import transformers as integration
-
-    integration.register()
-    monkeypatch.setattr(finegrained_fp8, "fp8_linear", plain_linear)
-    sizes = {"hidden_size": H, "moe_intermediate_size": I, "num_hidden_layers": 2}
-    tiny = fp8_model("qwen3_moe", BF16, **sizes)
-    tiny.model.to(DEVICE)
-    counted, calls = count_quantized_weights(monkeypatch), planned(monkeypatch)
-    ids = torch.randint(1, 128, (2, 30), generator=torch.Generator().manual_seed(1)).to(DEVICE)
-
-    def step():
-        tiny.model.zero_grad()
-        loss = tiny.model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **grads}
-
-    with fm.recipe("fp8_block"):
-        with fm.strict():
-            found = step()
-        of_experts = [plan for plan in calls if "sm90.fp8_grouped_gemm" in rules(plan)]
-        with fm.disabled("sm90.*"):
-            want = step()
-    assert len(of_experts) == 2
-    for plan in of_experts:
-        assert not plan.unfused, str(plan)
-        assert {"sm90.fp8_grouped_gemm_activation", "sm90.fp8_grouped_dgrad"} <= set(rules(plan))
-    assert counted == []
-    assert not any("experts" in name for name in found), "frozen"
-    assert (found["loss"] - want["loss"]).abs() < 0.02 * want["loss"]
-    for name, t in want.items():
-        assert found[name].isfinite().all(), name
-        if t.dim() > 1 and "norm" not in name:
-            assert torch.cosine_similarity(found[name].float().flatten(), t.float().flatten(), 0) > 0.9, name
+def assert_alike(found, want):
+    """A model of another precision has about the same loss, and gradients of about the same direction."""
+    assert found.keys() == want.keys()
+    assert_alike(found, want)
 
 
 # ------------------------------------------------------------------------------------------ recipes of other packages
 
 
-class Format(Enum):
-    E4M3 = "e4m3"
-
-
-@dataclass(frozen=True)
-class QParams:
-    power_2_scale: bool = True
-    amax_epsilon: float = 0.0
-
-
-@dataclass
-class Float8BlockScaling:
-    """Transformer Engine's recipe: its names and fields."""
-
-    use_f32_scales: bool = False
-    fp8_format: Format = Format.E4M3
-    fp8_quant_fwd_inp = QParams()
-    fp8_quant_fwd_weight = QParams()
-    fp8_quant_bwd_grad = QParams()
-    x_block_scaling_dim: int = 1
-    w_block_scaling_dim: int = 2
-    grad_block_scaling_dim: int = 1
-    fp8_dpa: bool = False
-    backward_override: object = None
-
-
 def test_a_recipe_object_of_transformer_engine():
     layer, (x, dy) = moe(), tokens()
     with fm.recipe("fp8_block"), fm.strict():
-        want = of(layer, x, dy)
+        want = outcome(layer, x, dy)
     fm.clear_weight_cache(layer)
     with fm.recipe(Float8BlockScaling()), fm.strict():
-        got = of(layer, x, dy)
-        (plan,) = layer.explain(x.requires_grad_()).plans
-    assert_products_are_fp8(plan, "fp8_block")
+        got = outcome(layer, x, dy)
+        assert_products_are_fp8(plan_of(layer, x), "fp8_block")
     assert_equal(got, want)
 
 
@@ -283,7 +144,7 @@ def test_experts_of_torchtitan(recipe, monkeypatch):
     x, named, dy = rows(SPLITS, tail=5, beyond=torch.nan)
     without_scale = fm.Sequential(chain[0], chain[1], chain[3])
     with fm.recipe(recipe):
-        want = of(without_scale, x, dy, splits=named["splits"])
+        want = outcome(without_scale, x, dy, splits=named["splits"])
     with fm.strict():
         leaf = x.detach().requires_grad_()
         y = module(leaf, named["splits"])
@@ -373,7 +234,7 @@ def test_sharded_layers_have_the_same_gradients(recipe, reshard, mesh, monkeypat
     counted = count_quantized_weights(monkeypatch)
     for _ in range(2):
         with fm.recipe(recipe), fm.strict():
-            want = of(whole, x, dy)
+            want = outcome(whole, x, dy)
             launches = len(counted)
             leaf = x.detach().requires_grad_()
             y = layer(leaf)

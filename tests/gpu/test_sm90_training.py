@@ -1,49 +1,84 @@
 """Training through the public API on Hopper: which kernels run, how exact they are, and that nothing waits for the GPU.
 
-How exact: a fused result is at most half again as far from fp64 as what plain PyTorch makes of the same inputs.
-
-Axes: R rows sorted by expert, E experts, K chosen experts per token, H hidden, I intermediate features.
+Axes: R rows sorted by expert, T tokens, E experts, K chosen experts per token, H hidden, I intermediate features.
 """
 
-import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from test_async import capture
+from kit.hopper import capture, needs_gpu
+from kit.training import (
+    BF16,
+    assert_as_exact,
+    assert_as_exact_as_plain_pytorch,
+    assert_equal,
+    error,
+    outcome,
+    plan_of,
+    random_splits,
+)
 
 import fusedmoe as fm
 from benchmarks import shapes
+from fusedmoe.builtin_rules.requirements import OnSm90
+from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
+from fusedmoe.kernels.sm90 import one_group
 
-hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(not hopper, reason="needs an sm_90 GPU")
+pytestmark = needs_gpu
 
-BF16 = torch.bfloat16
+FP16, FP32 = torch.float16, torch.float32
 E, K, H, I = 12, 3, 192, 136  # noqa: E741
+T, TAIL = 700, 29
 SPLITS = (130, 0, 61, 1, 0, 27, 128, 255, 0, 64, 5, 300)
-TAIL = 29
-
 ACTIVATIONS = {
     "swiglu": fm.SwiGLU,
-    "gpt-oss": lambda: fm.SwiGLU(
-        limit=1.0, alpha=1.702, offset=1.0, interleaved=True
-    ),  # a limit that random rows reach
+    # a limit that random rows reach
+    "gpt-oss": lambda: fm.SwiGLU(limit=1.0, alpha=1.702, offset=1.0, interleaved=True),
     "geglu": fm.GeGLU,
     "squared_relu": fm.SquaredReLU,
 }
 
 
-def experts(act="swiglu", *, scale=True, bias=False, shape=(E, H, I), device="cuda", dtype=BF16, **settings):
-    activation = ACTIVATIONS[act]()
-    count, hidden, intermediate = shape
-    wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
-    linear = {"bias": bias, "device": device, "dtype": dtype, **settings}
-    return fm.Sequential(
-        fm.GroupedLinear(count, hidden, wide * intermediate, **linear),
-        activation,
-        *([fm.Scale("probs")] if scale else []),
-        fm.GroupedLinear(count, intermediate, hidden, **linear),
-    )
+class Form(NamedTuple):
+    """A layer: dense, of rows sorted by expert, or routed."""
+
+    kind: str
+    act: str = "swiglu"
+    scale: bool = True  # rows by `probs`; of a routed layer, before the second product instead of after it
+    bias: bool = False
+    dtype: torch.dtype = BF16
+    sentinels: bool = False
+
+    def make(self, **settings):
+        act = ACTIVATIONS[self.act]()
+        wide = 1 if isinstance(act, fm.SquaredReLU) else 2
+        linear = {"bias": self.bias, "device": "cuda", "dtype": self.dtype, **settings}
+        if self.kind == "dense":
+            return fm.Sequential(fm.Linear(H, wide * I, **linear), act, fm.Linear(I, H, **linear))
+        ops = [
+            fm.GroupedLinear(E, H, wide * I, **linear), act, *([fm.Scale("probs")] if self.scale else []),
+            fm.GroupedLinear(E, I, H, **linear),
+        ]  # fmt: skip
+        if self.kind == "routed":
+            ops = [fm.Dispatch(), *ops, fm.Combine(None if self.scale else "probs")]
+        return fm.Sequential(*ops)
+
+    def inputs(self, splits=SPLITS, tail=TAIL, tokens=T, chosen=K):
+        """x, dy and the named inputs."""
+        if self.kind == "experts":
+            x, dy = rows(splits, tail, H, dtype=self.dtype), rows(splits, tail, H, dtype=self.dtype)
+            probs = {"probs": rows(splits, tail, dtype=FP32).sigmoid()} if self.scale else {}
+            return x, dy, {"splits": torch.tensor(splits, device="cuda"), **probs}
+        x, dy = (torch.randn(tokens, H, device="cuda").to(self.dtype) for _ in range(2))
+        if self.kind == "dense":
+            return x, dy, {}
+        index = torch.stack([torch.randperm(E, device="cuda")[:chosen] for _ in range(tokens)])
+        index[index == 1] = 2  # an expert without rows; some tokens choose another twice
+        if self.sentinels:
+            index[::5, 0], index[1::7] = E, -1
+        return x, dy, {"expert_index": index, "expert_weight": torch.rand(tokens, chosen, device="cuda")}
 
 
 def rows(splits, tail, *width, dtype=BF16):
@@ -53,86 +88,70 @@ def rows(splits, tail, *width, dtype=BF16):
     return x
 
 
-def inputs(splits=SPLITS, tail=TAIL, hidden=H, *, scale=True):
-    """Inputs of a chain, and the gradient of its output."""
-    named = {"splits": torch.tensor(splits, device="cuda")}
-    if scale:
-        named["probs"] = rows(splits, tail, dtype=torch.float32).sigmoid()
-    return rows(splits, tail, hidden), named, rows(splits, tail, hidden)
+FORMS = [
+    *(Form("experts", act, scale, bias) for act in ACTIVATIONS for scale, bias in ((False, False), (True, True))),
+    Form("experts", "swiglu", True, False),
+    Form("experts", "gpt-oss", False, True),
+    Form("experts", "swiglu", dtype=FP16),
+    *(Form("dense", act, bias=bias) for act, bias in zip(ACTIVATIONS, (True, False, True, False), strict=True)),
+    Form("dense", "swiglu", dtype=FP16, bias=True),
+    *(Form("routed", act, sentinels=act != "geglu") for act in ("swiglu", "geglu", "squared_relu")),
+    Form("routed", "swiglu"),
+    Form("routed", "swiglu", scale=False),
+    Form("routed", "swiglu", scale=False, bias=True, sentinels=True),
+    Form("routed", "swiglu", scale=True, bias=True, sentinels=True),
+    Form("routed", "swiglu", dtype=FP16),
+]
+KINDS = [Form("experts", bias=True), Form("dense", bias=True), Form("routed")]
+of_kinds = pytest.mark.parametrize("form", KINDS, ids=lambda form: form.kind)
 
 
-def outcome(chain, x, named, dy):
-    """The output of a call and every gradient, by name."""
-    leaves = {"x": x, **{name: t for name, t in named.items() if t.is_floating_point()}}
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
-    chain.zero_grad()
-    y = chain(leaves["x"], **{**named, **{name: t for name, t in leaves.items() if name != "x"}})
-    y.backward(dy)
-    leaves |= dict(chain.named_parameters())
-    return {"y": y.detach(), **{name: t.grad for name, t in leaves.items() if t.grad is not None}}
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
 
 
-def outcome_of_fp64(chain, x, named, dy):
-    """The same of the same values in plain PyTorch and fp64."""
-    named = {name: t.double() if t.is_floating_point() else t for name, t in named.items()}
-    with fm.disabled("*"):
-        return outcome(copy.deepcopy(chain).double(), x.double(), named, dy.double())
+# ---- which kernels, and how exact
+
+STEPS = {
+    "experts": ["grouped_gemm_activation", "grouped_gemm", "grouped_wgrad", "grouped_dgrad_activation", "grouped_wgrad",
+                "grouped_dgrad"],
+    "routed": ["dispatch", "gathered_gemm_activation", "grouped_gemm", "combine", "gathered_wgrad_dy",
+               "gathered_dgrad_activation", "gathered_wgrad_x", "grouped_dgrad", "dispatch_weight_grad", "ddispatch"],
+}  # fmt: skip
 
 
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: " ".join(map(str, form)))
+def test_results_and_gradients(form):
+    chain, (x, dy, named) = form.make(), form.inputs()
+    results = assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
+    if form.kind == "experts":
+        empty = torch.tensor([count == 0 for count in SPLITS], device="cuda")
+        for name, value in results.items():
+            assert not value[empty if name.endswith(("weight", "bias")) else slice(sum(SPLITS), None)].any(), name
 
 
-def assert_as_exact_as_plain_pytorch(chain, x, named, dy):
-    """Run a chain fused, without a miss, and unfused; compare both with fp64. The fused results."""
-    exact = outcome_of_fp64(chain, x, named, dy)
-    with fm.disabled("sm90.*"):
-        plain = outcome(chain, x, named, dy)
-    with fm.strict():
-        fused = outcome(chain, x, named, dy)
-    assert fused.keys() == plain.keys() == exact.keys()
-    for name, want in exact.items():
-        assert fused[name].dtype is plain[name].dtype, name
-        assert want.any(), f"{name}: zeros would pass"
-        ours, theirs = error(fused[name], want), error(plain[name], want)
-        # a preactivation's rounding across the limit switches its gradient on or off, in both
-        assert theirs < 0.1, f"{name}: relative error of plain PyTorch {theirs}"
-        assert ours <= 1.5 * theirs + 1e-6, f"{name}: relative error {ours}, that of plain PyTorch {theirs}"
-    return fused
-
-
-def assert_tail_and_empty_experts_are_zero(results, splits):
-    empty = torch.tensor([count == 0 for count in splits], device="cuda")
-    for name, value in results.items():
-        if name.endswith(("weight", "bias")):
-            assert not value[empty].any(), name
-        else:
-            assert not value[sum(splits) :].any(), name
-
-
-# ---------------------------------------------------------------------------------------------------------- which run
-
-
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
-@pytest.mark.parametrize("act", ACTIVATIONS)
-def test_plan_is_made_of_hopper_kernels_in_both_directions(act, scale, bias):
-    x, named, _ = inputs(scale=scale)
-    named = {name: t.requires_grad_() if t.is_floating_point() else t for name, t in named.items()}
-    (plan,) = experts(act, scale=scale, bias=bias).explain(x.requires_grad_(), **named).plans
-    assert not plan.unfused
-    sums = ["sm90.column_sums"] if bias else []
-    assert [step.rule for step in plan.steps] == [
-        "sm90.grouped_gemm_activation", "sm90.grouped_gemm",
-        *sums, "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", *sums, "sm90.grouped_wgrad", "sm90.grouped_dgrad",
-    ]  # fmt: skip
+@pytest.mark.parametrize("form", [f for f in FORMS if f.dtype is BF16], ids=lambda form: " ".join(map(str, form)))
+def test_steps(form):
+    chain, (x, _, named) = form.make(), form.inputs()
+    plan = plan_of(chain, x, **named)
     assert not any(step.host_sync for step in plan.steps)
-    assert str(plan).count("sm90.") == len(plan.steps) + len(plan.glue)
+    found = [step.rule for step in plan.steps]
+    if form.kind == "routed" and (form.bias or not form.scale):
+        # gradients of rows that are scaled or summed are written
+        assert [rows for rows, _, _ in plan.gathered] == ["1.input"]
+        return
+    assert not plan.unfused, str(plan)
+    assert form.kind != "experts" or str(plan).count("sm90.") == len(plan.steps) + len(plan.glue)
+    if form.kind != "dense":
+        assert [rule for rule in found if rule != "sm90.column_sums"] == [f"sm90.{name}" for name in STEPS[form.kind]]
+        assert found.count("sm90.column_sums") == 2 * form.bias
+        assert len(plan.gathered) == 2 * (form.kind == "routed")
 
 
 def test_plan_of_a_moe_is_all_fused():
     layer = fm.MoE(H, I, E, K, bias=True, device="cuda", dtype=BF16)
-    (plan,) = layer.explain(torch.randn(100, H, device="cuda", dtype=BF16, requires_grad=True)).plans
+    plan = plan_of(layer, torch.randn(100, H, device="cuda", dtype=BF16))
     assert {step.rule for step in plan.fused} == {
         "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.column_sums", "sm90.grouped_wgrad",
         "sm90.gathered_wgrad_x", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad", "sm90.router_dispatch",
@@ -142,85 +161,54 @@ def test_plan_of_a_moe_is_all_fused():
     assert not any(step.host_sync for step in plan.steps)
 
 
-# ---------------------------------------------------------------------------------------------------------- how exact
+@pytest.mark.parametrize("shape", [(1,), (7,), (129,), (3, 85), (2, 1, 64)], ids=str)
+def test_shapes_of_dense_rows(shape):
+    x, dy = (torch.randn(*shape, H, device="cuda", dtype=BF16) for _ in range(2))
+    results = assert_as_exact_as_plain_pytorch(Form("dense").make(), x, dy)
+    assert results["y"].shape == results["x"].shape == (*shape, H)
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
-@pytest.mark.parametrize("act", ACTIVATIONS)
-def test_results_and_gradients(act, scale, bias):
-    torch.manual_seed(1)
-    x, named, dy = inputs(scale=scale)
-    results = assert_as_exact_as_plain_pytorch(experts(act, scale=scale, bias=bias), x, named, dy)
-    assert len(results) == 4 + scale + 2 * bias
-    assert_tail_and_empty_experts_are_zero(results, SPLITS)
+def test_large_widths():
+    """Many tiles of columns, and a contraction of many stages, in the gradients of the weights too."""
+    linear = {"bias": False, "device": "cuda", "dtype": BF16}
+    chain = fm.Sequential(fm.Linear(H, 2 * 2888, **linear), fm.SwiGLU(), fm.Linear(2888, H, **linear))
+    x, dy = (torch.randn(4099, H, device="cuda", dtype=BF16) for _ in range(2))
+    assert_as_exact_as_plain_pytorch(chain, x, dy)
 
 
-def once(chain, x, named, dy):
-    """The output and every gradient, of these very tensors."""
-    chain.zero_grad()
-    x = x.requires_grad_()
-    y = chain(x, **named)
-    parameters = dict(chain.named_parameters())
-    return {
-        "y": y.detach(),
-        **dict(zip(["x", *parameters], torch.autograd.grad(y, [x, *parameters.values()], dy), strict=True)),
-    }
+@pytest.mark.parametrize("count", [1, 63, 500])
+def test_one_expert_per_token(count):
+    form = Form("routed")
+    x, dy, named = form.inputs(tokens=count, chosen=1)
+    assert_as_exact_as_plain_pytorch(form.make(), x, dy, **named)
 
 
-def kinds_of_calls():
-    """The same numbers in rows that lie otherwise in memory, another number of rows, another gradient's strides."""
-    for tail in (0, TAIL):
-        x, named, dy = inputs(tail=tail)
-        pitched = x.new_empty(len(x), H + 8)[:, :H].copy_(x)
-        unaligned = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
-        by_columns = x.t().contiguous().t()
-        yield from [(x, named, dy), (pitched, named, dy), (unaligned, named, dy), (by_columns, named, dy)]
-        yield from [(x.clone(), named, dy[:1].expand_as(dy)), (x.clone(), named, dy.t().contiguous().t())]
+def test_layers_with_one_product():
+    chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, H, H, device="cuda", dtype=FP16), fm.Combine())
+    x, dy, named = Form("routed", dtype=FP16).inputs()
+    assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
+    # rows of no expert count in no gradient of the dense layer after them
+    chain = fm.Sequential(fm.GroupedLinear(E, H, H, device="cuda", dtype=BF16), *Form("dense", bias=True).make())
+    x, dy, named = Form("experts", scale=False).inputs()
+    results = assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
+    assert not results["x"][sum(SPLITS) :].any()
 
 
-def test_calls_of_different_kinds_in_turns():
-    torch.manual_seed(4)
-    chain, kinds = experts(bias=True), list(kinds_of_calls())
-    with fm.disabled("sm90.*"):
-        expected = [once(chain, *kind) for kind in kinds]
-    for _ in range(3):
-        for kind, plain in zip(kinds, expected, strict=True):
-            for name, got in once(chain, *kind).items():
-                assert plain[name].any(), f"{name}: zeros would pass"
-                assert error(got, plain[name].double()) < 0.02, name
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_another_gpu_than_the_current_one():
-    """As where a model's layers are spread over the GPUs of one process."""
-    torch.manual_seed(5)
-    chain, (x, named, dy) = experts(bias=True), inputs()
-    expected = once(chain, x, named, dy)
-    for _ in range(2):
-        there = (
-            chain.to("cuda:1"),
-            x.detach().to("cuda:1"),
-            {k: t.to("cuda:1") for k, t in named.items()},
-            dy.to("cuda:1"),
-        )
-        with fm.strict():
-            results = once(*there)
-        assert torch.cuda.current_device() == 0
-        for name, got in results.items():
-            assert got.device == torch.device("cuda:1")
-            assert expected[name].any(), f"{name}: zeros would pass"
-            assert torch.equal(got.to("cuda:0"), expected[name]), name
+def test_weights_by_columns():
+    chain = Form("dense", dtype=FP16, bias=True).make()
+    for i in (0, 2):
+        chain[i].weight = torch.nn.Parameter(chain[i].weight.detach().T.contiguous().T)
+    x, dy, _ = Form("dense", dtype=FP16).inputs()
+    assert_as_exact_as_plain_pytorch(chain, x, dy)
 
 
 @pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "static"}], ids=str)
-def test_options(options):
-    torch.manual_seed(2)
-    chain = experts(bias=True)
-    x, named, dy = inputs()
+@of_kinds
+def test_options(form, options):
+    chain, (x, dy, named) = form.make(), form.inputs()
     for name, value in options.items():
         setattr(chain, name, value)
-    assert_as_exact_as_plain_pytorch(chain, x, named, dy)
+    assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
 
 
 def scaled_down(shape):
@@ -236,7 +224,6 @@ def scaled_down(shape):
 @pytest.mark.parametrize("name", shapes.load())
 def test_experts_of_real_models_scaled_down(name):
     """From tokens to tokens, with the same routing for all; a half of the experts gets most of the rows."""
-    torch.manual_seed(3)
     shape = scaled_down(shapes.load()[name])
     gpt_oss = shape.activation == "clamped_swiglu"
     layer = fm.MoE(
@@ -249,126 +236,214 @@ def test_experts_of_real_models_scaled_down(name):
         layer.router.weight[: shape.experts // 2] *= 3
         routing = layer.router(x)
     named = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
-    assert_as_exact_as_plain_pytorch(layer.experts, x, named, dy)
+    assert_as_exact_as_plain_pytorch(layer.experts, x, dy, **named)
 
 
-def test_gradients_are_added_to_main_grad_in_fp32():
-    """Several micro-batches, other splits in each; the operands of one layer's gradient are exact."""
-    torch.manual_seed(4)
-    chain = fm.Sequential(
-        fm.GroupedLinear(E, H, I, bias=True, accumulate_into_main_grad=True, device="cuda", dtype=BF16)
-    )
-    weight = chain[0].weight
-    weight.main_grad = torch.randn_like(weight, dtype=torch.float32)
-    want = weight.main_grad.double()
-    untouched = weight.main_grad[1].clone()
-    for turn in (0, 3, 7):
-        splits = (*SPLITS[turn:], *SPLITS[:turn])
-        splits = (splits[0] + splits[1], 0, *splits[2:])
-        x, dy = rows(splits, TAIL, H), rows(splits, TAIL, I)
+def test_a_shared_expert():
+    layer = fm.MoE(H, I, 8, 2, shared_intermediate=264, shared_gate=True, device="cuda", dtype=BF16)
+    x = torch.randn(2, 150, H, device="cuda", dtype=BF16, requires_grad=True)
+    with fm.strict():
+        layer(x).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
+    assert_as_exact_as_plain_pytorch(layer.shared, x.detach().flatten(0, 1), torch.randn_like(x).flatten(0, 1))
+
+
+# ---- tensors in memory
+
+
+def kinds_of_calls():
+    """The same numbers in rows that lie otherwise in memory, another number of rows, another gradient's strides."""
+    for tail in (0, TAIL):
+        x, dy, named = Form("experts").inputs(tail=tail)
+        pitched = x.new_empty(len(x), H + 8)[:, :H].copy_(x)
+        unaligned = x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+        by_columns = x.t().contiguous().t()
+        yield from [(t, dy, named) for t in (x, pitched, unaligned, by_columns)]
+        yield from [(x.clone(), dy[:1].expand_as(dy), named), (x.clone(), dy.t().contiguous().t(), named)]
+
+
+def test_calls_of_different_kinds_in_turns():
+    chain, kinds = Form("experts", bias=True).make(), [*kinds_of_calls()]
+    with fm.disabled("sm90.*"):
+        expected = [outcome(chain, x, dy, **named) for x, dy, named in kinds]
+    for _ in range(3):
+        for (x, dy, named), plain in zip(kinds, expected, strict=True):
+            for name, got in outcome(chain, x, dy, **named).items():
+                assert plain[name].any(), f"{name}: zeros would pass"
+                assert error(got, plain[name].double()) < 0.02, name
+
+
+@pytest.mark.parametrize("form", [Form("dense", bias=True), Form("routed")], ids=lambda form: form.kind)
+def test_strides_that_the_kernels_cannot_read(form):
+    """An expanded gradient and tokens with a pitch of no 16 bytes: copied, or made by plain PyTorch."""
+    chain, (x, dy, named) = form.make(), form.inputs()
+    expanded, pitched = dy[:1].expand_as(dy), x.new_empty(T, H + 4)[:, :H].copy_(x)
+    with fm.disabled("sm90.*"):
+        want = outcome(chain, x, expanded, **named)
+    for rows_in in (x, pitched):
+        got = outcome(chain, rows_in, expanded, **named)
+        for name in ("y", "x"):
+            assert want[name].any()
+            assert error(got[name], want[name].double()) < 0.02
+
+
+def test_tokens_without_an_expert_are_never_used():
+    """They and their gradients are NaN, also in the tiles that hold the last expert's last rows."""
+    form = Form("routed", sentinels=True)
+    chain, (x, dy, named) = form.make(), form.inputs()
+    x[1::7] = dy[1::7] = torch.nan
+    results = outcome(chain, x, dy, **named)
+    for name, t in results.items():
+        assert t.isfinite().all(), name
+        assert t.any(), name
+    assert not results["y"][1::7].any()
+    assert not results["x"][1::7].any()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_another_gpu_than_the_current_one():
+    """As where a model's layers are spread over the GPUs of one process."""
+    chain, (x, dy, named) = KINDS[0].make(), KINDS[0].inputs()
+    expected = outcome(chain, x, dy, **named)
+    for _ in range(2):
+        there = (t.to("cuda:1") for t in (x, dy))
         with fm.strict():
-            chain(x.requires_grad_(), splits=torch.tensor(splits, device="cuda")).backward(dy)
-        used = sum(splits)
-        parts = zip(dy[:used].double().split(splits), x.detach()[:used].double().split(splits), strict=True)
-        want += torch.stack([a.T @ b for a, b in parts])
-    assert weight.grad is None
-    assert error(weight.main_grad, want) < 1e-5
-    assert torch.equal(weight.main_grad[1], untouched), "an expert without rows"
+            results = outcome(chain.to("cuda:1"), *there, **{k: t.to("cuda:1") for k, t in named.items()})
+        assert torch.cuda.current_device() == 0
+        assert all(t.device == torch.device("cuda:1") for t in results.values())
+        assert_equal({name: t.to("cuda:0") for name, t in results.items()}, expected)
 
 
-def test_main_grad_of_both_layers():
-    torch.manual_seed(5)
-    chain = experts(accumulate_into_main_grad=True)
-    batches = [inputs() for _ in range(3)]
-    twin = experts().double()
+def test_memory_of_a_routed_step():
+    """Neither copy of the rows exists: not that of the tokens, kept for backward, nor that of the gradient."""
+
+    def peak():
+        outcome(chain, x, dy, **named)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        outcome(chain, x, dy, **named)
+        return torch.cuda.max_memory_allocated() - before
+
+    chain, tokens = Form("routed").make(), 20_000
+    x, dy = (torch.randn(tokens, H, device="cuda", dtype=BF16) for _ in range(2))
+    index = torch.randint(0, E, (tokens, K), device="cuda")
+    named = {"expert_index": index, "expert_weight": torch.rand(tokens, K, device="cuda")}
+    with fm.disabled("sm90.gathered_*"):
+        copied = peak()
+    assert copied - peak() > 1.5 * 2 * tokens * K * H
+
+
+# ---- gradients that are added to main_grad
+
+
+def test_one_product_adds_to_main_grad_in_fp32():
+    """Several micro-batches, other splits in each; the operands of one layer's gradient are exact."""
+    linear = {"accumulate_into_main_grad": True, "device": "cuda", "dtype": BF16}
+    for make, dense in (
+        (lambda: fm.GroupedLinear(E, H, I, bias=True, **linear), False),
+        (lambda: fm.Linear(H, I, **linear), True),
+    ):
+        chain = fm.Sequential(make())
+        weight = chain[0].weight
+        weight.main_grad = torch.randn_like(weight, dtype=FP32)
+        want, before = weight.main_grad.double(), weight.main_grad.clone()
+        for turn in (0, 3, 7):
+            splits = (*SPLITS[turn:], *SPLITS[:turn])
+            splits = (splits[0] + splits[1], 0, *splits[2:])
+            tail = 0 if dense else TAIL
+            x, dy = rows(splits, tail, H), rows(splits, tail, I)
+            named = {} if dense else {"splits": torch.tensor(splits, device="cuda")}
+            with fm.strict():
+                chain(x.requires_grad_(), **named).backward(dy)
+            x, dy, used = x.detach().double(), dy.double(), sum(splits)
+            parts = [slice(None)] if dense else [slice(sum(splits[:e]), sum(splits[: e + 1])) for e in range(E)]
+            want += torch.stack([dy[:used][part].T @ x[:used][part] for part in parts]).view_as(want)
+        assert weight.grad is None
+        assert error(weight.main_grad, want) < 1e-5
+        assert dense or torch.equal(weight.main_grad[1], before[1]), "an expert without rows"
+
+
+@pytest.mark.parametrize("form", [Form("experts"), Form("routed")], ids=lambda form: form.kind)
+def test_both_products_add_to_main_grad(form):
+    chain, batches = form.make(accumulate_into_main_grad=True), [form.inputs() for _ in range(3)]
+    twin = form.make().double()
     twin.load_state_dict(chain.state_dict())
-    weights = chain[0].weight, chain[3].weight
+    weights = {name: p for name, p in chain.named_parameters() if name.endswith("weight")}
     grads = {}
     for way, settings in {"plain": fm.disabled("sm90.*"), "fused": fm.strict()}.items():
-        for weight in weights:
-            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for weight in weights.values():
+            weight.main_grad = torch.zeros_like(weight, dtype=FP32)
         with settings:
-            for x, named, dy in batches:
+            for x, dy, named in batches:
                 chain(x, **named).backward(dy)
-        grads[way] = [weight.main_grad for weight in weights]
+        grads[way] = {name: weight.main_grad for name, weight in weights.items()}
     with fm.disabled("*"):
-        for x, named, dy in batches:
-            twin(x.double(), splits=named["splits"], probs=named["probs"].double()).backward(dy.double())
-    for plain, fused, exact in zip(grads["plain"], grads["fused"], (twin[0].weight, twin[3].weight), strict=True):
-        assert error(fused, exact.grad) < 0.02
-        assert error(fused, exact.grad) <= 1.5 * error(plain, exact.grad)
+        for x, dy, named in batches:
+            named = {name: t.double() if t.is_floating_point() else t for name, t in named.items()}
+            twin(x.double(), **named).backward(dy.double())
+    exact = {name: p.grad for name, p in twin.named_parameters()}
+    assert_as_exact(grads["fused"], grads["plain"], exact, most=0.02)
 
 
-# ------------------------------------------------------------------------------------------------ nothing waits
+# ---- nothing waits, graphs, compiled code
 
 
 @pytest.mark.parametrize(
-    ("act", "schedule"), [*((act, "dynamic") for act in ACTIVATIONS), ("swiglu", "static")], ids=str
+    "form", [*KINDS, *(Form("experts", act, bias=True) for act in ("gpt-oss", "geglu", "squared_relu"))], ids=str
 )
-def test_no_host_synchronisation(act, schedule, no_sync):
-    torch.manual_seed(6)
-    chain = experts(act, bias=True)
-    chain.schedule = schedule
-    x, named, dy = inputs()
-    first = outcome(chain, x, named, dy)  # the first call compiles
+def test_no_host_synchronisation(form, no_sync):
+    chain, (x, dy, named) = form.make(), form.inputs()
+    first = outcome(chain, x, dy, **named)  # the first call compiles
+    x_2, dy_2, named_2 = form.inputs(tokens=T + 1) if form.kind == "dense" else form.inputs()
     with no_sync(), fm.strict():
-        second = outcome(chain, x, named, dy)
-    assert all(torch.equal(second[name], first[name]) for name in first)
-
-
-def test_no_host_synchronisation_of_a_moe(no_sync):
-    layer = fm.MoE(H, I, E, K, bias=True, score="sigmoid", device="cuda", dtype=BF16)
-    x = torch.randn(300, H, device="cuda", dtype=BF16, requires_grad=True)
-
-    def step():
-        y, stats = layer(x, return_stats=True)
-        (y.float().square().mean() + 0.01 * stats.load_balancing_loss).backward()
-
-    step()
-    with no_sync(), fm.strict():
-        step()
-    assert x.grad.any()
-
-
-OPTIMIZERS = {
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, capturable=True),
-}
+        second = outcome(chain, x, dy, **named)
+        outcome(chain, x_2, dy_2, **named_2)  # of dense rows: a number of them that was not seen before
+    assert_equal(second, first)
 
 
 class Training:
     """A chain, its optimizer, and the tensors that a graph reads its batch from."""
 
-    def __init__(self, act, optimizer):
+    def __init__(self, form, optimizer):
         torch.manual_seed(7)
-        self.chain = experts(act, bias=True)
-        self.optimizer = OPTIMIZERS[optimizer](self.chain.parameters())
-        self.x, named, self.target = inputs()
-        self.splits, self.probs = named["splits"], named["probs"]
-        for poisoned in (self.x, self.probs, self.target):
-            poisoned.nan_to_num_()
+        self.chain, self.form = form.make(), form
+        self.optimizer = optimizer(self.chain.parameters())
+        self.x, self.target, self.named = form.inputs()
+        for t in (self.x, self.target, *self.named.values()):
+            t.nan_to_num_()
         self.loss = None
 
     def step(self):
         self.optimizer.zero_grad(set_to_none=True)
-        y = self.chain(self.x, splits=self.splits, probs=self.probs)
-        loss = (y - self.target).float().square().mean()
+        loss = (self.chain(self.x, **self.named) - self.target).float().square().mean()
         loss.backward()
         self.optimizer.step()
         self.loss = loss.detach()
 
     def next_batch(self, seed):
-        generator = torch.Generator("cuda").manual_seed(seed)
-        used = (len(self.x), len(self.x) - 100, 1, 0)[seed % 4]
-        chosen = torch.randint(E, (used,), device="cuda", generator=generator) ** 2 // E  # the first ones more often
-        self.splits.copy_(torch.bincount(chosen, minlength=E))
-        self.x.normal_(generator=generator)
+        torch.manual_seed(seed)
+        if self.form.kind == "experts":
+            used = (len(self.x), len(self.x) - 100, 1, 0)[seed % 4]
+            self.named["splits"].copy_(random_splits(E, used, seed))
+        elif self.form.kind == "routed":
+            for name, t in self.form.inputs()[2].items():
+                self.named[name].copy_(t)
+        self.x.normal_()
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("act", ["swiglu", "gpt-oss"])
-def test_a_graph_of_a_training_step_follows_new_splits(act, optimizer):
-    captured, eager = Training(act, optimizer), Training(act, optimizer)
+@pytest.mark.parametrize(
+    ("form", "optimizer"),
+    [
+        (KINDS[0], lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9)),
+        (Form("experts", "gpt-oss", bias=True), lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True)),
+        (KINDS[1], lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True)),
+        (KINDS[2], lambda p: torch.optim.AdamW(p, lr=1e-3, capturable=True)),
+    ],
+    ids=["experts", "gpt-oss", "dense", "routed"],
+)
+def test_a_graph_of_a_training_step_follows_new_batches(form, optimizer):
+    captured, eager = Training(form, optimizer), Training(form, optimizer)
     with fm.strict():
         graph = capture(captured.step, warm_ups=3)
         for _ in range(3):
@@ -384,3 +459,69 @@ def test_a_graph_of_a_training_step_follows_new_splits(act, optimizer):
         assert torch.equal(p, q)
         assert not torch.equal(p, old)
         assert p.isfinite().all()
+
+
+def test_a_dense_graph_with_offsets_of_its_own(monkeypatch):
+    """The table of offsets does not exist before; calls of the same kind follow the graph."""
+    chain, (x, dy, _) = KINDS[1].make(), KINDS[1].inputs()
+    outcome(chain, x, dy)  # loads the kernels
+    monkeypatch.setattr(one_group, "_tables", {})
+    monkeypatch.setattr(one_group, "_TABLE_ROWS", 0)
+    found = []
+    graph = capture(lambda: found.append(outcome(chain, x, dy)))
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    got = {name: t.clone() for name, t in found[-1].items()}
+    assert_equal(got, outcome(chain, x, dy))
+
+
+@torch.no_grad()
+def test_a_first_call_in_a_graph(monkeypatch):
+    """A new kind of call is bound while a graph is captured; the same kind then runs outside of the graph."""
+    chain, (x, _, _) = KINDS[1].make(), KINDS[1].inputs(tokens=299)
+    chain(x[:298])  # loads the kernels
+    monkeypatch.setattr(one_group, "_tables", {})
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = chain(x)
+    outside = chain(x)  # before the graph has run
+    with fm.disabled("sm90.*"):
+        assert error(outside, chain(x).double()) < 0.02
+    graph.replay()
+    assert torch.equal(captured, outside)
+
+
+@of_kinds
+def test_compiled(form):
+    torch._dynamo.reset()
+    chain, (x, dy, named) = form.make(), form.inputs()
+    expected = outcome(chain, x, dy, **named)
+    compiled = torch.compile(chain, fullgraph=True, **({} if form.kind == "routed" else {"backend": "aot_eager"}))
+    with fm.strict():
+        assert_equal(outcome(chain, x, dy, compiled, **named), expected)
+
+
+# ---- the rules for Blackwell's products run on Hopper too
+
+
+@pytest.mark.parametrize(("bias", "tail"), [(False, 0), (True, 1), (True, 700)])
+def test_products_of_torch(bias, tail):
+    class Product(OnSm90, GroupedMm, name="tests.grouped_mm", direction="forward"):
+        pass
+
+    class Gradient(OnSm90, GroupedMmDgrad, name="tests.grouped_mm_dgrad", direction="backward"):
+        pass
+
+    form = Form("experts", bias=bias)
+    chain, (x, dy, named) = form.make(), form.inputs(tail=tail)
+    with fm.disabled("*"):
+        want = outcome(chain, x, dy, **named)
+    with fm.register(Product), fm.register(Gradient), fm.disabled("sm90.grouped_*"):
+        got = outcome(chain, x, dy, **named)
+        found = [step.rule for step in plan_of(chain, x, **named).steps]
+    assert found.count("tests.grouped_mm") == found.count("tests.grouped_mm_dgrad") == 2
+    for name, t in want.items():
+        assert t.any(), name
+        assert error(got[name], t.double()) <= 0.015, name
+    assert not any(got[name][sum(SPLITS) :].any() for name in ("y", "x", "probs"))

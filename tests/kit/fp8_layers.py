@@ -8,12 +8,11 @@ import torch
 import fusedmoe as fm
 from fusedmoe.kernels.rows.quantize import block_functions
 from kit.hopper import DEVICE, EMULATED
+from kit.training import BF16, assert_as_exact, error
 
-BF16 = torch.bfloat16
 E, K, H, I, T = (4, 2, 128, 128, 70) if EMULATED else (8, 2, 256, 128, 300)  # noqa: E741
 RECIPES = ["fp8_block", "fp8_block:wgrad=bf16"]
 CLOSE = 10 ** (-30 / 20)  # of norms, 30 dB: a bf16 value that is rounded otherwise may get another code
-OF_RECIPE = 1.5  # times the error that the recipe has in plain PyTorch
 
 
 def moe(**settings):
@@ -52,34 +51,6 @@ def normal(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, BF16)
 
 
-def outcome(call, parameters, x, dy, **named):
-    """The output of a call and every gradient, by name; ``parameters`` are named too."""
-    leaves = {"x": x} | {name: t for name, t in named.items() if t.is_floating_point()}
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
-    parameters = {name: p for name, p in parameters if p.requires_grad}
-    for p in parameters.values():
-        p.grad = None
-    y = call(leaves["x"], **{**named, **{name: t for name, t in leaves.items() if name != "x"}})
-    y.backward(dy)
-    found = {"y": y.detach(), **{name: t.grad for name, t in (leaves | parameters).items()}}
-    return {name: t.clone() for name, t in found.items()}
-
-
-def of(layer, x, dy, **named):
-    return outcome(layer, layer.named_parameters(), x, dy, **named)
-
-
-def assert_equal(got, want):
-    assert got.keys() == want.keys()
-    for name, t in want.items():
-        assert t.any(), f"{name}: zeros would pass"
-        assert torch.equal(got[name], t), name
-
-
-def error(got, want):
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 def assert_as_exact_as_the_recipe(recipe, run, exact):
     """Run fused, without a miss, and in plain PyTorch; compare both with the results in fp32. The fused results.
 
@@ -91,14 +62,9 @@ def assert_as_exact_as_the_recipe(recipe, run, exact):
         plain = run()
     with fm.disabled("*"), fm.recipe("bf16"):
         want = exact()
-    assert fused.keys() == plain.keys() == want.keys()
-    for name, c in want.items():
-        assert c.any(), f"{name}: zeros would pass"
-        assert fused[name].dtype is plain[name].dtype
-        ours, theirs = error(fused[name], c.double()), error(plain[name], c.double())
-        assert theirs < 0.1, f"{name}: {theirs}"
-        assert ours <= OF_RECIPE * theirs, f"{name}: {ours}, in plain PyTorch {theirs}"
-        assert error(fused[name], plain[name].double()) < CLOSE, name
+    assert_as_exact(fused, plain, want)
+    for name, t in plain.items():
+        assert error(fused[name], t.double()) < CLOSE, name
     return fused
 
 

@@ -1,6 +1,6 @@
 """The Hopper kernels compute what they should: their machine code, as PTX, on the emulator.
 
-Each kind of kernel, with functions and problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the
+Each kind of kernel, with the problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the
 emulator too.
 """
 
@@ -14,35 +14,23 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
-import test_sm90_activation as activations
-import test_sm90_fp8 as fp8
-import test_sm90_fp8_wgrad as fp8_wgrad
-import test_sm90_gather as gather
-import test_sm90_gather_k as gather_k
-import test_sm90_kernels as products
-import test_sm90_quantize as quantized
-import test_sm90_quantize_formats as quantized_formats
-import test_sm90_router as router
-import test_sm90_rows as rows
-import test_sm90_slots as slots
-import test_sm100_quantize as packed
 from cutlass import Int32
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
-from kit.poison import nan_in_new_tensors
+from kit import activation_rows, quantize_kernels, routers
+from kit.hopper_codes import check_codes, check_derivative_codes
+from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
+from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
 from fusedmoe.fusion.search import candidates
 from fusedmoe.kernels.options import KernelOptions
-from fusedmoe.kernels.rows.move.slot_functions import bind_gather_rows, bind_row_dots, bind_slot_values, bind_sum_slots
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.gemm import scaled
 from fusedmoe.kernels.sm90.gemm import scheduler as scheduler
-from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
+from fusedmoe.numerics.formats import quantize
 
-BF16, FP16, FP32 = products.BF16, products.FP16, products.FP32
-CPU = torch.device("cpu")
 FP8 = ("fp8_block", "fp8_tensor")
 SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
 
@@ -72,203 +60,170 @@ def tiles(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("make", "config", "settings"),
+    ("family", "config", "settings"),
     [
-        (products.plain, PP_192, {"biased": True, "scale": FP32}),
-        slow(products.plain, CO_256, {"major": "n"}),
-        slow(products.plain, PP_192, {"dtype": FP16, "major": "n"}),
-        slow(products.activation, PP_192, {}),
-        (products.activation, CO_256, {"a": products.ACTIVATIONS["gpt-oss"], "biased": True}),
-        slow(products.activation, PP_128, {"a": products.ACTIVATIONS["geglu_tanh"], "major": "n", "keep": False}),
-        slow(products.derivative, PP_192, {}),
-        slow(products.derivative, PP_128, {"a": products.ACTIVATIONS["gpt-oss"], "scale": BF16}),
-        slow(products.derivative, PP_192,
-             {"a": products.ACTIVATIONS["squared_relu"], "scale": None, "gradient": False}),
-        (products.wgrad, PP_192, {}),
-        (products.wgrad, CO_256, {"out": FP32, "accumulate": True}),
-        slow(products.wgrad, PP_192, {"accumulate": True}),
-        slow(products.wgrad, CO_256_TALL, {}),
+        ("plain", PP_192, {"biased": True, "scale": FP32}),
+        slow("plain", CO_256, {"major": "n"}),
+        slow("plain", PP_192, {"kind": "fp16", "major": "n"}),
+        slow("activation", PP_192, {}),
+        ("activation", CO_256, {"name": "gpt-oss", "biased": True}),
+        slow("activation", PP_128, {"name": "geglu_tanh", "major": "n", "keep": False}),
+        slow("derivative", PP_192, {}),
+        slow("derivative", PP_128, {"name": "gpt-oss", "scale": BF16}),
+        slow("derivative", PP_192, {"name": "squared_relu", "scale": None, "gradient": False}),
+        ("wgrad", PP_192, {}),
+        ("wgrad", CO_256, {"out": FP32, "add": True}),
+        slow("wgrad", PP_192, {"add": True, "exact": True}),
+        ("wgrad", CO_256, {"add": True}),
+        slow("wgrad", CO_256_TALL, {}),
+        slow("plain", CO_256, {"gather": True}),
+        slow("activation", PP_128, {"gather": True}),
+        slow("derivative", PP_192, {"gather": True}),
+        slow("wgrad", CO_256, {"gathered": "grad_output"}),
+        ("wgrad", PP_192_TALL, {"gathered": "x"}),
+        # FP8 codes: of rows in E4M3, and of gradients in E5M2; with gate and up, and with the derivative
+        ("plain", CO_256, {"kind": "e4m3 blocks", "biased": True, "scale": FP32, "exact": True}),
+        ("plain", CO_256_ROWS, {"kind": "e5m2 blocks"}),
+        slow("activation", CO_256, {"kind": "e4m3 blocks"}),
+        slow("derivative", CO_256_ROWS, {"kind": "e4m3 blocks"}),
+        ("wgrad", CO_256, {"kind": "e4m3 blocks", "exact": True}),
+        ("wgrad", CO_256_TALL, {"kind": "e5m2 blocks", "out": FP32, "add": True, "exact": True}),
+        ("wgrad", CO_256, {"kind": "e4m3 blocks", "add": True, "exact": True}),
     ],
-    ids=lambda value: getattr(value, "__name__", None) or getattr(value, "name", None),
-)  # fmt: skip
-def test_products(make, config, settings, tiles, gpu):
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
+def test_products(family, config, settings, tiles, gpu):
+    """Of gathered rows: the same bits as with rows that were copied before."""
     tiles(config)
     launches = gpu.launches
-    make(**SMALL, **settings).check()
+    FAMILIES[family](**SMALL, n=128, k=144, **settings).check()
     assert gpu.launches > launches
     assert not gpu.counters.counter.any(), "a kernel leaves its tile counter zero"
-
-
-@pytest.mark.parametrize(
-    ("make", "config"), [slow(gather.plain, CO_256), slow(gather.activation, PP_128), slow(gather.derivative, PP_192)]
-)
-def test_products_of_gathered_rows(make, config, tiles):
-    """The same bits as with rows that were copied before."""
-    tiles(config)
-    make(**SMALL).check()
-
-
-@pytest.mark.parametrize(("gathered", "config"), [slow("grad_output", CO_256), slow("x", PP_192_TALL)])
-def test_weight_gradients_of_gathered_rows(gathered, config, tiles):
-    tiles(config)
-    gather_k.Problem(gathered, **SMALL).check()
-
-
-def test_adding_in_16_bits_has_the_bits_of_two_steps(tiles):
-    products.test_adding_in_16_bits_has_the_bits_of_two_steps(CPU, CO_256, tiles)
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
 def test_schedules_change_no_bit(schedule, tiles):
     tiles(PP_192)
-    case = products.plain((300, 0, 7, 200), 5, 400, 64)
+    case = plain((300, 0, 7, 200), 5, 400, 64)
     (want,), (got,) = case.run(KernelOptions()), case.run(KernelOptions(sm_margin=2, schedule=schedule))
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", [slow("qwen3"), slow("deepseek-v3"), "qwen2, fp32 weight"])
 def test_the_router(name):
-    router.test_choices_weights_counts_and_sums(CPU, router.CASES[name], 33)
+    routers.check_choices(routers.CASES[name], 33)
 
 
 @pytest.mark.parametrize("kind", ["random", "one has all", "negative"])
 def test_offsets(kind):
-    rows.test_offsets_are_those_of_plain_pytorch(CPU, kind, 33, torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("config", "settings"),
-    [(CO_256, {}), (CO_256_TALL, {"dtype": "e5m2", "accumulate": True}), (CO_256, {"accumulate": BF16})],
-    ids=["", "add", "add in 16 bits"],
-)
-def test_weight_gradients_of_fp8_codes(config, settings, monkeypatch):
-    monkeypatch.setattr(functions, "choose", lambda problem: config)
-    fp8_wgrad.Problem(**settings).check()
+    check_offsets(kind, 33, 3000)
 
 
 def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
     """Few CTAs, which draw their tiles under either schedule, and leave the counter zero."""
     monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-    case = fp8_wgrad.Problem()
+    case = wgrad(kind="e4m3 blocks", exact=True)
     launches = gpu.launches
-    operands = Codes(case.dy, case.dy_scale), Codes(case.x, case.x_scale), case.offsets
+    operands = case.live["grad_output"], case.live["x"], case.live["offsets"]
     run = functions.bind_grouped_wgrad(*operands, BF16, False, KernelOptions(schedule="static"), beside=True)
-    dw = run(*operands)
-    assert torch.equal(dw, case.want.to(BF16))
+    assert torch.equal(run(*operands), case.want[0].to(BF16))
     assert gpu.launches == launches + 1
     assert [kernel.symbol for kernel in gpu.hosts if kernel.symbol.endswith("_beside")]
     assert not gpu.counters.counter.any()
 
 
-def test_products_of_fp8_codes(monkeypatch):
-    """Of rows in E4M3, and of gradients in E5M2."""
-    monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-    fp8.plain(**SMALL, n=272, k=144, biased=True, scale=True, exact=True).check()
-    monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
-    fp8.plain(**SMALL, n=144, k=272, dtype="e5m2").check()
-
-
 @pytest.mark.slow
-def test_products_of_fp8_codes_and_activations(monkeypatch):
-    """With gate and up, with the codes of the result, and with the derivative."""
-    monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-    x, w = fp8.rows(**SMALL, k=144), fp8.weights(SMALL["splits"], 512, 144)
-    y = fp8.check_codes(x, w, SMALL["splits"], products.ACTIVATIONS["swiglu"])
-    assert y.any()
-    monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
-    fp8.derivative(**SMALL, n=144, k=272).check()
+def test_an_activation_in_fp8_codes():
+    x, w = rows(**SMALL, k=144, kind="e4m3 blocks"), weights(SMALL["splits"], 512, 144, "e4m3 blocks")
+    assert check_codes(x, w, SMALL["splits"], "swiglu").any()
 
 
 @pytest.mark.slow
 def test_a_derivative_in_fp8_codes(monkeypatch):
     """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
     monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
-    for t in fp8.check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
+    for t in check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
         assert t.any()
 
 
 def test_quantized_rows():
     """Both forms of rows sorted by expert, with a tail of NaN; then columns of tokens, through an index."""
-    quantized.test_rows_sorted_by_expert(CPU, "around a tile", "both")
-    quantized.test_rows_through_an_index(CPU, "columns")
+    splits = quantize_kernels.SPLITS["around a tile"]
+    x = quantize_kernels.with_tail(splits, 140, 48)
+    quantize_kernels.check_rows(x, "block", (-1, -2), offsets_of(splits))
+    tokens, index = quantize_kernels.values(70, 160), quantize_kernels.an_index(210, 70)
+    quantize_kernels.check_rows(tokens, "block", (-2,), offsets_of([0, 140, 5, 0, 50]), index)
 
 
 @pytest.mark.parametrize("which", ["mxfp8", slow("nvfp4 gradient"), slow("row")])
 def test_quantized_rows_of_other_formats(which):
-    quantized_formats.test_formats(CPU, which, (-1, -2))
+    for make, dtype in (
+        (quantize_kernels.ordinary, BF16),
+        (quantize_kernels.values, BF16),
+        (quantize_kernels.values, FP16),
+    ):
+        x = quantize_kernels.with_tail([33, 0, 31, 1, 20], 12, 144, dtype, make)
+        quantize_kernels.check_rows(x, which, (-1, -2), offsets_of([33, 0, 31, 1, 20]))
 
 
-@pytest.mark.parametrize("which", ["mxfp8 32x32", slow("nvfp4 16x16")])
-def test_square_blocks_and_dequantized_values(which):
-    quantized_formats.test_weights(CPU, which, (-1, -2), transposed=True)
-    quantized_formats.test_dequantized_weights(CPU, which)
-    quantized_formats.test_dequantized_rows(CPU, {"mxfp8 32x32": "mxfp8", "nvfp4 16x16": "nvfp4 rotated"}[which])
+@pytest.mark.parametrize(("which", "of_rows"), [("mxfp8 32x32", "mxfp8"), slow("nvfp4 16x16", "nvfp4 rotated")])
+def test_square_blocks_and_dequantized_values(which, of_rows):
+    weight = quantize_kernels.weight_like((2, 80, 144), transposed=True)
+    quantize_kernels.check_weight(weight, which)
+    x, offsets = quantize_kernels.values(100, 144, seed=3), offsets_of([33, 0, 31, 1, 20])
+    for axis in (-1, -2):
+        weight = quantize_kernels.weight_like((2, 96, 160))
+        quantize_kernels.check_dequantized(quantize(weight, quantize_kernels.WEIGHTS[which], axis))
+        t = quantize(x, quantize_kernels.QUANTIZERS[of_rows], axis, offsets=offsets)
+        quantize_kernels.check_dequantized(t, transposed=axis == -2)
 
 
-@pytest.mark.parametrize("form", [slow("both"), "columns"])
-def test_quantized_packed_rows(form):
-    """For Blackwell: both forms of rows sorted by expert, with a tail of NaN; then of halves, through an index."""
-    packed.test_rows_sorted_by_expert(CPU, "around a packed tile", form)
-    packed.test_rows_through_an_index(CPU, form, halves=True)
+@pytest.mark.parametrize("axes", [slow((-1, -2)), (-2,)], ids=str)
+def test_quantized_packed_rows(axes):
+    """For Blackwell: rows sorted by expert, with a tail of NaN; then of halves, through an index."""
+    splits = quantize_kernels.SPLITS["around a packed tile"]
+    x = quantize_kernels.with_tail(splits, 300, 128)
+    quantize_kernels.check_packed(x, "mxfp8", offsets_of(splits), axes=axes)
+    quantize_kernels.check_packed_index("mxfp8", axes, halves=True)
 
 
-@pytest.mark.parametrize(("form", "halves"), [("both", True), ("columns", False)])
-def test_quantized_packed_weights(form, halves):
+@pytest.mark.parametrize(("axes", "halves"), [((-1, -2), True), ((-2,), False)], ids=str)
+def test_quantized_packed_weights(axes, halves):
     """For Blackwell: a weight whose rows are apart, with values of all magnitudes; then ordinary ones."""
-    packed.test_weights(CPU, 2, 256, 128, form, halves)
+    for make, pitch in ((quantize_kernels.values, 8), (quantize_kernels.ordinary, 0)):
+        weight = make(2 * 256, 128 + pitch).reshape(2, 256, 128 + pitch)[..., :128]
+        quantize_kernels.check_packed_weight(weight, axes, halves)
 
 
 def test_quantized_weights():
-    quantized.test_weights(CPU, (2, 272, 144), "both", transposed=True)
-    quantized.test_transposed_codes(CPU, (2, 272, 144))
+    quantize_kernels.check_weight(quantize_kernels.weight_like((2, 272, 144), transposed=True), "block")
+    quantize_kernels.check_transposed_codes((2, 272, 144))
 
 
 @pytest.mark.parametrize(
     "activation",
     # quick: a clamped gate beside up, and an activation with one input
-    [a if (a.interleaved and a.limit) or not a.gated else slow(a) for a in activations.ACTIVATIONS],
+    [a if (a.interleaved and a.limit) or not a.gated else slow(a) for a in activation_rows.ACTIVATIONS],
     ids=str,
 )
 def test_activations_of_rows(activation):
-    activations.test_results_and_gradients(CPU, activation, BF16, FP32, (70, 264))
-    activations.test_rows_further_apart(CPU, activation)
+    activation_rows.check_activation(activation, pitch=24)
 
 
 def test_the_tail_is_zeroed():
-    rows.test_the_tail_is_zeroed(CPU, 300, 264, BF16)
+    check_zeroed_tail(300, 264, BF16)
 
 
 def test_activations_of_other_rows():
     for shape in ((1, 8), (3, 24), (5, 1032)):
-        activations.test_results_and_gradients(CPU, activations.ACTIVATIONS[3], FP16, None, shape)
-    activations.test_a_row_of_nan_spoils_no_other(CPU)
-    activations.test_the_bounds_of_a_clamp_are_inside(CPU, activations.CLAMPS[0])
+        activation_rows.check_activation(activation_rows.ACTIVATIONS[3], FP16, None, shape)
 
 
 @pytest.mark.parametrize("scale", [slow(None), FP32], ids=["", "scale"])
 def test_rows_and_slots(scale):
     """Sentinels; more slots of a token than are summed at once, and fewer."""
     for tokens, chosen in ((70, 9), (33, 2)):
-        slot_of_row, row_of_slot, used = slots.routed(tokens, chosen, 13, CPU, "sentinels")
-        count, columns = tokens * chosen, 264
-        source = slots.between_nan(tokens, columns, BF16, CPU)
-        factors = torch.rand(count) + 0.5
-        weight = None if scale is None else factors
-        with nan_in_new_tensors():
-            rows = bind_gather_rows(source, row_of_slot, weight)(source, row_of_slot, slot_of_row, weight)
-            sums = bind_sum_slots(rows, row_of_slot, weight)(rows, row_of_slot, weight)
-            dots = bind_row_dots(source, rows, row_of_slot, FP32)(source, rows, row_of_slot, slot_of_row)
-            values = bind_slot_values(factors, row_of_slot)(factors, row_of_slot)
-        present = row_of_slot < used
-        scaled = torch.where(torch.arange(count) < used, torch.ones(count) if scale is None else factors, 0).double()
-        copied = source[slot_of_row // chosen].double()
-        slots.close(rows[:used], (copied * scaled[:, None])[:used])
-        assert not rows[used:].any()
-        at = row_of_slot.clamp(max=count - 1)
-        slots.close(sums, (rows.double()[at] * torch.where(present, scaled[at], 0)[..., None]).sum(1))
-        want = (rows.double() * copied).sum(1)
-        assert torch.allclose(dots[:used].double(), want[:used], rtol=1e-4, atol=1e-3)
-        assert torch.equal(values, torch.where(present, factors[at], 0))
+        check_moves(tokens, chosen, 264, BF16, scale)
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -395,7 +350,7 @@ def late_copies(monkeypatch):
 def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles):
     monkeypatch.setattr(scheduler, "one_after", lambda *values: Int32(1))
     tiles(PP_192)
-    case = products.plain((300, 0, 7, 200), 5, 400, 64)
+    case = plain((300, 0, 7, 200), 5, 400, 64)
     for _ in range(3):  # seeds
         with pytest.raises(
             EmulationError, match=r"CTA \(0, .* st.async.*: overwrites .* reading: CTA \(1, .* ld.shared"
@@ -409,10 +364,10 @@ def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
     monkeypatch.setattr(scaled, "one_after", lambda *values: Int32(1))
     if product == "wgrad":
         monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-        case = fp8_wgrad.Problem((1000,))
+        case = wgrad((1000,), kind="e4m3 blocks")
     else:
         monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-        case = fp8.plain(**SMALL, n=272, k=1040, exact=True)
+        case = plain(**SMALL, n=272, k=1040, kind="e4m3 blocks")
     for _ in range(3):  # seeds
         with pytest.raises(EmulationError, match=r"cp.async.bulk.tensor.*: overwrites .* reading: CTA .* ld.shared"):
             case.check(KernelOptions(schedule="static"))

@@ -63,55 +63,53 @@ def test_steps(format, recent):
     assert got.begun
 
 
+def restored(steps, history, reference):
+    """Two histories with these values, and the function that ends a step of the first one."""
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(steps))
+    found = pair(quantizer, history.shape[1])
+    for one in found:
+        one.restore(history, torch.as_tensor(reference, device=DEVICE).expand(history.shape[1]))
+    return *found, bind_end(quantizer)
+
+
+def check_step(got, want, end, amax):
+    amax = torch.as_tensor(amax, device=DEVICE).expand(got.encode.shape[0]).contiguous()
+    end(Step(got, "input", True), amax)
+    want.update(amax)
+    check(got, want)
+
+
 @pytest.mark.parametrize("experts", [1, 32, 33])
 @pytest.mark.parametrize("steps", [1, 2, 3, 16, 33, 512, 513, 514, 1024, 1100])
 def test_histories_of_any_length(steps, experts):
     """Each step moves by one place, those at the borders of a warp's share and of a chunk too."""
-    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(steps))
-    got, want = pair(quantizer, experts)
     history = torch.rand(steps, experts, device=DEVICE) + 1
     history[steps // 2, experts // 2] = 300
-    for one in (got, want):
-        one.restore(history, torch.full((experts,), 2.0, device=DEVICE))
-    end = bind_end(quantizer)
-    for seed in range(2):
-        amax = torch.full((experts,), 1.5 + seed, device=DEVICE)
-        end(Step(got, "input", True), amax)
-        want.update(amax)
-        check(got, want)
-    assert torch.equal(got.amax[1:2], torch.full((1, experts), 1.5, device=DEVICE)[: steps - 1])
+    found = restored(steps, history, 2.0)
+    for amax in (1.5, 2.5):
+        check_step(*found, amax)
+    assert torch.equal(found[0].amax[1:2], torch.full((1, experts), 1.5, device=DEVICE)[: steps - 1])
 
 
 def test_the_largest_of_a_history_may_be_anywhere():
-    quantizer, steps = Quantizer(fp8_tensor(), delayed=Delayed(600)), 600
-    end, experts = bind_end(quantizer), 40
+    steps, experts = 600, 40
     for first in range(0, steps, experts):
-        got, want = pair(quantizer, experts)
         history = torch.rand(steps, experts, device=DEVICE)
         history[first + torch.arange(experts), torch.arange(experts)] = 7.0
-        for one in (got, want):
-            one.restore(history, torch.ones(experts, device=DEVICE))
-        end(Step(got, "input", True), torch.full((experts,), 0.5, device=DEVICE))
-        want.update(torch.full((experts,), 0.5, device=DEVICE))
-        check(got, want)
+        found = restored(steps, history, 1.0)
+        check_step(*found, 0.5)
         dropped = first + experts == steps  # the oldest, of the last expert
-        assert got.reference.eq(7).sum() == experts - dropped
+        assert found[0].reference.eq(7).sum() == experts - dropped
 
 
 def test_values_that_are_not_finite_in_a_restored_history():
-    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(4))
-    got, want = pair(quantizer, 4)
     history = torch.ones(4, 4, device=DEVICE)
     history[1] = torch.tensor([math.nan, math.inf, 0.0, 5.0], device=DEVICE)
+    got, want, end = restored(4, history, [3.0, 3.0, math.inf, math.nan])
     for one in (got, want):
-        one.restore(history, torch.tensor([3.0, 3.0, math.inf, math.nan], device=DEVICE))
         one.reference.copy_(torch.tensor([3.0, 0.0, math.inf, math.nan], device=DEVICE))
-    end = bind_end(quantizer)
     for _ in range(2):
-        amax = torch.tensor([2.0, 2.0, 0.0, 2.0], device=DEVICE)
-        end(Step(got, "input", True), amax)
-        want.update(amax)
-        check(got, want)
+        check_step(got, want, end, [2.0, 2.0, 0.0, 2.0])
     assert got.reference[:2].tolist() == [3.0, 0.0]
     assert got.encode[1] == 1
 

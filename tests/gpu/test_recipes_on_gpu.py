@@ -1,8 +1,13 @@
-"""Recipes on a GPU: the same codes as on a CPU, no host synchronisation, CUDA graphs, native products."""
+"""Recipes on a GPU: the same codes as on a CPU, no host synchronisation, CUDA graphs, native products, kept weights."""
+
+import copy
 
 import pytest
 import torch
-from test_async import E, H, I, capture, experts, random_splits  # beside this file
+from kit.compare import pairwise
+from kit.hopper import DEVICE, capture
+from kit.training import BF16, random_splits
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
@@ -11,6 +16,8 @@ from fusedmoe.numerics import formats
 from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, Delayed, Quantizer, ScaleRule, casts
 from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.recipes import NVFP4, FP8Block, FP8Row, FP8Tensor
+
+E, H, I = 16, 128, 64  # noqa: E741
 
 QUANTIZERS = {
     "tensor": Quantizer(formats.fp8_tensor()),
@@ -64,16 +71,16 @@ def wide(*shape):
 
 
 @pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
-def test_casts_of_every_bf16(device, element):
-    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    assert torch.equal(bits(casts.to_codes(x.to(device), element)), bits(casts.to_codes(x, element)))
+def test_casts_of_every_bf16(element):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(BF16).float()
+    assert torch.equal(bits(casts.to_codes(x.to(DEVICE), element)), bits(casts.to_codes(x, element)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("axis", [-1, -2])
-@pytest.mark.parametrize("quantizer", QUANTIZERS.values(), ids=QUANTIZERS)
-def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
-    x = wide(300, 272).to(dtype)
+@pytest.mark.parametrize(
+    ("which", "axis", "dtype"), pairwise([*QUANTIZERS], (-1, -2), (BF16, torch.float32, torch.float16)), ids=str
+)
+def test_rows_have_the_same_codes_as_on_a_cpu(which, axis, dtype):
+    quantizer, x = QUANTIZERS[which], wide(300, 272).to(dtype)
     offsets = torch.tensor([0, 5, 5, 133, 261, 262, 290], dtype=torch.int32)
     x[290:] = torch.nan
     random_bits = None
@@ -81,8 +88,8 @@ def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
         shape = fm.quantize(x, quantizer, axis, offsets=offsets).codes().shape
         random_bits = torch.randint(0, 256, shape, dtype=torch.uint8)
     on_cpu = fm.quantize(x, quantizer, axis, offsets=offsets, random_bits=random_bits)
-    random_bits = None if random_bits is None else random_bits.to(device)
-    on_gpu = fm.quantize(x.to(device), quantizer, axis, offsets=offsets.to(device), random_bits=random_bits)
+    random_bits = None if random_bits is None else random_bits.to(DEVICE)
+    on_gpu = fm.quantize(x.to(DEVICE), quantizer, axis, offsets=offsets.to(DEVICE), random_bits=random_bits)
     assert_same_codes(on_gpu, on_cpu)
     values, expected = on_gpu.dequantize(), on_cpu.dequantize()
     torch.testing.assert_close(values.cpu(), expected, rtol=0, atol=0, equal_nan=True)
@@ -90,19 +97,26 @@ def test_rows_have_the_same_codes_as_on_a_cpu(device, quantizer, axis, dtype):
 
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("format", WEIGHTS.values(), ids=WEIGHTS)
-def test_weights_have_the_same_codes_as_on_a_cpu(device, format, axis):
+def test_weights_have_the_same_codes_as_on_a_cpu(format, axis):
     w = wide(3, 160, 272).bfloat16()
-    assert_same_codes(fm.quantize(w.to(device), format, axis), fm.quantize(w, format, axis))
+    assert_same_codes(fm.quantize(w.to(DEVICE), format, axis), fm.quantize(w, format, axis))
 
 
-def operands(device, rows=600, used=550, seed=1):
+def experts():
+    torch.manual_seed(0)
+    kind = {"bias": True, "device": DEVICE, "dtype": BF16}
+    return fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, **kind), fm.SwiGLU(), fm.Scale("probs"), fm.GroupedLinear(E, I, H, **kind)
+    )
+
+
+def operands(rows=600, used=550, seed=1):
     torch.manual_seed(seed)
-    x = torch.randn(rows, H, device=device, dtype=torch.bfloat16)
-    probs = torch.rand(rows, device=device)
-    dy = torch.randn(rows, H, device=device, dtype=torch.bfloat16)
+    x, dy = (torch.randn(rows, H, device=DEVICE, dtype=BF16) for _ in range(2))
+    probs = torch.rand(rows, device=DEVICE)
     for t in (x, probs, dy):
         t[used:] = torch.nan
-    return x.requires_grad_(), probs.requires_grad_(), random_splits(device, used, seed), dy
+    return x.requires_grad_(), probs.requires_grad_(), random_splits(E, used, seed), dy
 
 
 def outcome(chain, x, probs, splits, dy):
@@ -112,11 +126,11 @@ def outcome(chain, x, probs, splits, dy):
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES[:4], *RECIPES[5:], NVFP4(stochastic_rounding=False)], ids=name)
-def test_the_same_training_as_on_a_cpu(device, recipe):
+def test_the_same_training_as_on_a_cpu(recipe):
     """There in fp32, here in bf16 or natively: within bf16's rounding of activations, not of the format."""
-    chain = experts(device)
-    x, probs, splits, dy = operands(device)
-    twin = experts(device).cpu()
+    chain = experts()
+    x, probs, splits, dy = operands()
+    twin = experts().cpu()
     on_cpu = [t.detach().cpu().requires_grad_(t.requires_grad) for t in (x, probs, splits.float(), dy)]
     on_cpu[2] = splits.cpu()
     with fm.recipe(recipe):
@@ -134,9 +148,9 @@ def test_the_same_training_as_on_a_cpu(device, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
-def test_no_host_synchronisation(device, no_sync, recipe):
-    chain = experts(device)
-    x, probs, splits, dy = operands(device)
+def test_no_host_synchronisation(no_sync, recipe):
+    chain = experts()
+    x, probs, splits, dy = operands()
     with fm.recipe(recipe):
         first = outcome(chain, x, probs, splits, dy)
         with no_sync():
@@ -148,10 +162,10 @@ def test_no_host_synchronisation(device, no_sync, recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
-def test_a_graph_of_a_training_step_quantizes_what_it_finds(device, recipe):
+def test_a_graph_of_a_training_step_quantizes_what_it_finds(recipe):
     """Replays follow the splits, the rows, and weights that were changed between them."""
-    chain, twin = experts(device), experts(device)
-    x, probs, splits, dy = operands(device, used=600)
+    chain, twin = experts(), experts()
+    x, probs, splits, dy = operands(used=600)
     out = {}
 
     def step():
@@ -163,7 +177,7 @@ def test_a_graph_of_a_training_step_quantizes_what_it_finds(device, recipe):
         for _ in range(3):  # the warm-ups, for what delayed scaling remembers
             outcome(twin, x, probs, splits, dy)
         for seed, used in ((4, 600), (5, 1), (6, 350)):
-            splits.copy_(random_splits(device, used, seed))
+            splits.copy_(random_splits(E, used, seed))
             with torch.no_grad():
                 x.copy_(torch.randn_like(x))
                 for p, q in zip(chain.parameters(), twin.parameters(), strict=True):
@@ -181,9 +195,9 @@ def test_a_graph_of_a_training_step_quantizes_what_it_finds(device, recipe):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_row", "mxfp8", FP8Tensor(delayed=Delayed(history=4))], ids=name)
-def test_weights_that_a_graph_trains_are_seen_between_its_replays(device, recipe):
-    chain = experts(device)
-    x, probs, splits, dy = operands(device, used=600)
+def test_weights_that_a_graph_trains_are_seen_between_its_replays(recipe):
+    chain = experts()
+    x, probs, splits, dy = operands(used=600)
     optimizer = torch.optim.SGD(chain.parameters(), lr=1e-3)
     for p in chain.parameters():
         p.grad = torch.zeros_like(p)
@@ -210,16 +224,18 @@ def test_weights_that_a_graph_trains_are_seen_between_its_replays(device, recipe
     assert not torch.equal(found[1], found[2])
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("inside", [True, False], ids=["backward in the block", "backward after it"])
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_row", FP8Tensor(delayed=Delayed(history=4))], ids=name)
-def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(device, recipe, inside, use_reentrant):
+@pytest.mark.parametrize(
+    ("recipe", "inside", "use_reentrant"),
+    pairwise(("mxfp8", "fp8_row", FP8Tensor(delayed=Delayed(history=4))), (True, False), (False, True)),
+    ids=str,
+)
+def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(recipe, inside, use_reentrant):
     """In autograd's own thread, where no block holds that is around ``backward()``."""
-    x, probs, splits, dy = operands(device, used=600)
+    x, probs, splits, dy = operands(used=600)
     found = []
     for again in (False, True):
         torch.manual_seed(1)
-        chain = experts(device)
+        chain = experts()
 
         def run(x, probs, chain=chain):
             return chain(x, splits=splits, probs=probs)
@@ -239,9 +255,9 @@ def test_what_is_checkpointed_is_computed_again_by_the_recipe_of_its_forward(dev
         assert torch.equal(plain, recomputed)
 
 
-def test_stochastic_rounding_draws_anew_in_every_replay(device):
-    chain = experts(device)
-    x, probs, splits, dy = operands(device, used=600)
+def test_stochastic_rounding_draws_anew_in_every_replay():
+    chain = experts()
+    x, probs, splits, dy = operands(used=600)
     out = {}
 
     def step():
@@ -258,13 +274,13 @@ def test_stochastic_rounding_draws_anew_in_every_replay(device):
 
 
 @pytest.mark.parametrize("recipe", ["fp8_row", FP8Tensor(hybrid=False)], ids=name)
-def test_torch_multiplies_codes_natively_where_it_can(device, recipe, monkeypatch):
+def test_torch_multiplies_codes_natively_where_it_can(recipe, monkeypatch):
     """All three products; each as close to fp64 of the very codes as when it is emulated. No rule takes them here."""
     torch.manual_seed(3)
-    layer = fm.Sequential(fm.GroupedLinear(E, H, 2 * I, device=device, dtype=torch.bfloat16))
-    x = torch.randn(600, H, device=device, dtype=torch.bfloat16, requires_grad=True)
-    splits = random_splits(device, 550, seed=2)
-    dy = torch.randn(600, 2 * I, device=device, dtype=torch.bfloat16)
+    layer = fm.Sequential(fm.GroupedLinear(E, H, 2 * I, device=DEVICE, dtype=BF16))
+    x = torch.randn(600, H, device=DEVICE, dtype=BF16, requires_grad=True)
+    splits = random_splits(E, 550, seed=2)
+    dy = torch.randn(600, 2 * I, device=DEVICE, dtype=BF16)
     dy[550:] = torch.nan
 
     def run():
@@ -307,14 +323,12 @@ def exact_products(recipe, weight, x, splits, dy):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=name)
-@pytest.mark.parametrize("used", [0, 1])
-@pytest.mark.parametrize("rows", [0, 1, 40])
-def test_hardly_any_rows(device, recipe, rows, used):
+@pytest.mark.parametrize(("rows", "used"), [(0, 0), (1, 0), (1, 1), (40, 1)])
+def test_hardly_any_rows(recipe, rows, used):
     """No rows at all; rows of which none, or one, belongs to an expert."""
-    used = min(used, rows)
-    chain = experts(device)
-    x, probs, _, dy = operands(device, rows=rows, used=used)
-    splits = torch.zeros(E, dtype=torch.int64, device=device)
+    chain = experts()
+    x, probs, _, dy = operands(rows=rows, used=used)
+    splits = torch.zeros(E, dtype=torch.int64, device=DEVICE)
     splits[3] = used
     with fm.recipe(recipe):
         y, dx, dprobs, *parameters = outcome(chain, x, probs, splits, dy)
@@ -326,3 +340,76 @@ def test_hardly_any_rows(device, recipe, rows, used):
         assert not others.any()
         assert torch.isfinite(gradient).all()
         assert gradient[3].any().item() is (used > 0)
+
+
+# ---- weights that are kept quantized
+
+
+@pytest.fixture
+def world():
+    if not dist.is_nccl_available():
+        pytest.skip("torch is built without NCCL")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def coalesced(weight):
+    with dist.distributed_c10d._coalescing_manager(device=weight.device, async_ops=True) as manager:
+        dist.all_reduce(weight)
+    manager.wait()
+
+
+def in_a_group_of_its_own(weight):
+    group = dist.new_group([0])
+    dist.broadcast(weight, 0, group=group)
+    dist.destroy_process_group(group)
+
+
+COLLECTIVES = {
+    "broadcast": lambda weight: dist.broadcast(weight, 0),
+    "all_reduce": dist.all_reduce,
+    "all_reduce, asynchronous": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
+    "all_gather": lambda weight: dist.all_gather([weight], weight.clone()),
+    "coalesced": coalesced,
+    "subgroup": lambda weight: dist.broadcast(weight, 0, group=dist.new_group([0])),
+    "group of its own": in_a_group_of_its_own,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_is_noticed(world, no_sync, name):
+    fc = fm.GroupedLinear(2, 64, 64, device=DEVICE, dtype=BF16).requires_grad_(False)
+    x, splits = torch.randn(8, 64, device=DEVICE, dtype=BF16), torch.tensor([5, 3], device=DEVICE)
+    with fm.recipe("mxfp8"):
+        first = fc(x, splits=splits)
+        fc.weight.data.mul_(2)  # with one rank a collective changes nothing; alone, this goes unnoticed
+        assert torch.equal(fc(x, splits=splits), first)
+        COLLECTIVES[name](fc.weight.data)
+        with no_sync():
+            y = fc(x, splits=splits)
+        assert torch.equal(y, copy.deepcopy(fc)(x, splits=splits))
+    assert torch.equal(y, 2 * first)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_row", "mxfp8", "nvfp4"])
+def test_micro_batches_keep_a_weight_and_a_zeroed_gradient_does_not(count, no_sync, recipe):
+    """An update by hand that torch does not count: only the count of the gradient's changes shows it."""
+    fc = fm.GroupedLinear(2, 64, 64, device=DEVICE, dtype=BF16)
+    x = torch.randn(8, 64, device=DEVICE, dtype=BF16, requires_grad=True)
+    splits = torch.tensor([5, 3], device=DEVICE)
+    with fm.recipe(recipe), fm.disabled("sm90.quantize*"):  # plain PyTorch quantizes, and is counted
+        for _ in range(2):
+            count()
+            for _ in range(4):
+                fc(x, splits=splits).sum().backward()
+            assert count() == 2  # by rows and by columns
+            fc.weight.data.sub_(fc.weight.grad)
+            fc.weight.grad.zero_()
+            with no_sync(), torch.no_grad():
+                y = fc(x, splits=splits)
+            assert torch.equal(y, copy.deepcopy(fc)(x, splits=splits))
+            fm.clear_weight_cache(fc)

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from kit.first_calls import forget_kept_tensors
-from kit.hopper import DEVICE, needs_hopper
-from test_async import capture
+from kit.hopper import DEVICE, capture, needs_hopper
 
 import fusedmoe as fm
 from fusedmoe.ops.state import grad_sums

@@ -1,0 +1,333 @@
+"""The quantize kernels: codes and scales have the bits of `fusedmoe.quantize`, and dequantized values those of
+`QuantizedTensor.split`, for any splits and values.
+"""
+
+import pytest
+import torch
+from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
+from kit.hopper_products import BF16, FP16, bits, offsets_of
+from kit.poison import nan_in_new_tensors
+from kit.quantize_kernels import (
+    AXES,
+    BLOCKS,
+    QUANTIZERS,
+    SPLITS,
+    WEIGHTS,
+    an_index,
+    bound_rows,
+    bound_weight,
+    check_dequantized,
+    check_rows,
+    check_transposed_codes,
+    check_weight,
+    compare,
+    every_exponent,
+    ordinary,
+    values,
+    weight_like,
+    with_tail,
+)
+
+import fusedmoe as fm
+from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms
+from fusedmoe.kernels.rows.quantize.block_functions import TOKEN_READERS
+from fusedmoe.kernels.rows.quantize.format_functions import bind_magnitudes
+from fusedmoe.numerics.formats import Delayed, Quantizer, amax_by_expert, fp8_block, fp8_tensor, quantize
+from fusedmoe.numerics.formats.delayed import AmaxHistory
+from fusedmoe.numerics.formats.groups import padded_rows
+from fusedmoe.numerics.formats.hadamard import rotate
+from fusedmoe.ops.state.amax import Step
+
+pytestmark = needs_hopper
+
+of_axes = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
+FEW = ("block", "mxfp8", "nvfp4 gradient", "row", "tensor")
+
+
+# ---- rows
+
+
+@of_axes
+@pytest.mark.parametrize("which", QUANTIZERS)
+def test_formats(which, axes):
+    """Ordinary values; all magnitudes, NaN and infinities; a tail of NaN without an expert; fp16."""
+    offsets = offsets_of([33, 0, 31, 1, 20])
+    for form in check_rows(with_tail([33, 0, 31, 1, 20], 12, 144, make=ordinary), which, axes, offsets):
+        codes = form.codes().view(torch.uint8) & (7 if which.startswith("nvfp4") else 0x7F)
+        sparse = form.axis == -2 and which.startswith(("tensor", "block"))  # padding has more rows than the experts
+        assert (codes != 0).float().mean() > (0.1 if sparse else 0.25)
+    for dtype in (BF16, FP16):
+        check_rows(values(200, 144, dtype, seed=3, pitch=24), which, axes, offsets_of([130, 0, 61]))
+
+
+@pytest.mark.parametrize("which", FEW)
+@pytest.mark.parametrize("kind", SPLITS)
+def test_rows_sorted_by_expert(kind, which):
+    splits = SPLITS[kind]
+    for tail, make in ((0, ordinary), (1, values), (140, ordinary)):
+        x = with_tail(splits, tail, 48 if len(splits) < 100 else 16, make=make, seed=tail)
+        if x.shape[0]:
+            for axes in AXES.values() if which == "block" else ((-1, -2),):
+                wanted = check_rows(x, which, axes, offsets_of(splits))
+                assert not sum(splits) or all(bits(form.data).any() for form in wanted)
+
+
+@pytest.mark.parametrize("which", FEW)
+def test_random_splits(which):
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        experts = int(torch.randint(1, 40, (), generator=generator))
+        splits = torch.randint(0, 90, (experts,), generator=generator) * (
+            torch.rand(experts, generator=generator) < 0.6
+        )
+        x = values(int(splits.sum()) + int(torch.randint(0, 300, (), generator=generator)) + 1, 128, seed=seed)
+        check_rows(x, which, (-1, -2), offsets_of(splits.tolist()))
+
+
+@of_axes
+@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 rotated", "tensor"])
+def test_rows_without_experts(which, axes):
+    for rows, columns in ((1, 16), (31, 272), (127, 128), (129, 48), (300, 400)):
+        check_rows(ordinary(rows, columns), which, axes)
+
+
+@of_axes
+@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 gradient", "row"])
+def test_rows_through_an_index(which, axes):
+    """The index of a row without an expert is not read."""
+    tokens, index = (values if which == "block" else ordinary)(70, 160), an_index(210, 70)
+    check_rows(tokens, which, axes, None, index)
+    check_rows(tokens, which, axes, offsets_of([0, 140, 5, 0, 50]), index)
+
+
+@pytest.mark.parametrize("columns", [16, 1056])
+@pytest.mark.parametrize("kind", SPLITS)
+def test_codes_of_tokens_are_copied(kind, columns):
+    """Row codes of rows that share tokens. An index past the tokens is not read in the tail, whose codes are zeros."""
+    used, offsets = sum(SPLITS[kind]), offsets_of(SPLITS[kind])
+    index = torch.full((used + 13,), 1 << 30, dtype=torch.int32, device=DEVICE)
+    tokens = values(index.shape[0] // TOKEN_READERS, columns)
+    index[:used] = an_index(used, tokens.shape[0])
+    rows = torch.zeros(index.shape[0], columns, dtype=BF16, device=DEVICE)
+    rows[:used] = tokens[index[:used]]
+    with nan_in_new_tensors():
+        found = bound_rows(tokens, QUANTIZERS["block"], (-1,), offsets, index)(tokens, offsets, index)
+    compare(found, [quantize(rows, fp8_block(), -1, offsets=offsets)])
+    assert used == 0 or bits(found[0][0]).any()
+
+
+def without_finite_values(dtype):
+    """Rows and columns of infinities, of NaN, of both, and of zeros beside them; whole blocks of 128 x 128."""
+    x = torch.randn(256, 160, device=DEVICE).to(dtype)
+    for i, value in enumerate((torch.inf, -torch.inf, torch.nan, 0.0)):
+        x[i], x[:, 8 + i] = value, value
+    x[4, ::2], x[4, 1::2], x[5], x[5, 3] = torch.inf, torch.nan, 0.0, -torch.inf
+    x[::2, 12], x[1::2, 12] = -torch.inf, torch.nan
+    x[128:] = torch.inf
+    return x
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("which", BLOCKS)
+def test_blocks_without_a_finite_value(which, dtype):
+    for axes in AXES.values():
+        for form in check_rows(without_finite_values(dtype), which, axes):
+            assert (bits(form.data) & 0x7F == 0x7F).any()
+            assert form.scale.isfinite().all()
+    weight = torch.randn(2, 256, 272, device=DEVICE).to(dtype)
+    weight[0, :128, :128], weight[0, 128:, 128:256], weight[1, :, :128] = torch.inf, -torch.inf, torch.nan
+    for form in check_weight(weight, which):
+        assert form.scale.isfinite().all()
+
+
+@pytest.mark.parametrize("which", ["block", "block e5m2", "block fp32", "mxfp8", "mxfp8 e5m2", "mxfp8 floor"])
+def test_every_exponent_of_the_largest_magnitude(which):
+    for dtype in (BF16, FP16):
+        check_rows(every_exponent(128, dtype), which, (-1, -2))
+
+
+@of_axes
+@pytest.mark.parametrize("through_index", [False, True], ids=["", "index"])
+def test_delayed_scaling(through_index, axes):
+    """Codes by the factors of the step before, and the history with the amax of this one."""
+    quantizer = Quantizer(fp8_tensor(), delayed=Delayed(3))
+    history = AmaxHistory(quantizer, 3, DEVICE)
+    offsets = offsets_of([130, 0, 31])
+    x = values(170, 144, seed=3, pitch=24)
+    index = torch.arange(169, -1, -1, dtype=torch.int32, device=DEVICE) if through_index else None
+    source = x if index is None else x[index]
+    run = bind_forms(x, quantizer, axes, offsets, index, training=True)
+    for _ in range(2):
+        step, encode = Step(history, "input", True), history.encode.clone()
+        with nan_in_new_tensors():
+            found = run(x, offsets, index, step)
+        compare(found, [quantize(source, quantizer, axis, offsets=offsets, encode=encode) for axis in axes])
+        assert torch.equal(history.amax[0], amax_by_expert(source, offsets))
+    assert history.amax[1].any()
+    assert (history.encode[::2] != 1).all()
+    infer = bind_forms(x, quantizer, axes, offsets, index)
+    found = infer(x, offsets, index, Step(history, "input", False))
+    compare(found, [quantize(source, quantizer, axis, offsets=offsets, encode=history.encode) for axis in axes])
+    weight = ordinary(3 * 48, 64).view(3, 48, 64)
+    for w in (weight, weight.mT.contiguous().mT):
+        step, encode = Step(history, "weight", True), history.encode.clone()
+        found = bind_weight_forms(w, quantizer, axes, True)(w, step)
+        compare(found, [quantize(w, quantizer, axis, encode=encode) for axis in axes])
+        assert torch.equal(history.amax[0], amax_by_expert(w))
+
+
+# ---- weights
+
+
+@of_axes
+@pytest.mark.parametrize("which", WEIGHTS)
+def test_weights(which, axes):
+    for shape, transposed in (((2, 272, 144), False), ((3, 128, 256), True), ((144, 400), False), ((48, 160), True)):
+        for make in (values, ordinary):
+            check_weight(weight_like(shape, BF16, transposed, make), which, axes)
+    if which in BLOCKS:
+        check_weight(weight_like((2, 160, 144), FP16), which, axes)
+
+
+@pytest.mark.parametrize("shape", [(2, 272, 144), (3, 128, 256), (1, 16, 400)], ids=str)
+def test_transposed_codes(shape):
+    check_transposed_codes(shape)
+
+
+def test_magnitudes():
+    x, offsets = ordinary(60, 144), offsets_of([20, 0, 33])
+    x[0, 0], x[1, 1], x[30, 2] = torch.inf, -torch.nan, -1000.0
+    of_rows, of_columns, of_experts, of_rotated = bind_magnitudes(
+        x, offsets, of_rows=True, of_columns=True, of_experts=True, of_experts_rotated=True
+    )(x, offsets)
+    finite = x.float().nan_to_num(0, 0, 0).abs()
+    finite[53:] = 0
+    assert torch.equal(of_rows, finite.amax(1))
+    for e, group in ((0, finite[:20]), (2, finite[20:53])):
+        assert torch.equal(of_columns[e], group.amax(0))
+        assert of_experts[e] == group.max()
+    assert of_experts[1] == of_rotated[1] == 0
+    assert of_experts[2] == 1000
+    padded = torch.nn.functional.pad(x[20:53], (0, 0, 0, 15))
+    assert of_rotated[2] == rotate(padded.mT.contiguous()).float().abs().max()
+
+
+@pytest.mark.parametrize("which", ["mxfp8", "mxfp8 e5m2", "nvfp4 rotated", "tensor e5m2"])
+def test_dequantized_rows(which):
+    offsets = offsets_of([33, 0, 31, 1, 20])
+    for x in (ordinary(100, 144), values(100, 144, seed=3)):
+        for axis in (-1, -2):
+            check_dequantized(quantize(x, QUANTIZERS[which], axis, offsets=offsets), transposed=axis == -2)
+
+
+@pytest.mark.parametrize("which", ["mxfp8", "mxfp8 32x32", "nvfp4 16x16", "tensor"])
+def test_dequantized_weights(which):
+    weight = torch.stack([ordinary(96, 160), values(96, 160)])
+    for axis in (-1, -2):
+        check_dequantized(quantize(weight, WEIGHTS[which], axis))
+
+
+# ---- steps
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings"),
+    [("mxfp8", {"bias": True}), ("mxfp8", {"accumulate_into_main_grad": True}), ("nvfp4", {}), ("fp8_tensor", {}),
+     ("fp8_tensor", {"bias": True}), ("nvfp4", {"accumulate_into_main_grad": True})],
+    ids=str,
+)  # fmt: skip
+def test_a_training_step(recipe, settings):
+    """The results of plain PyTorch, which rounds a product before it adds a bias, and before scales per expert: such
+    results, after another quantization, differ by some codes. On a GPU, plain PyTorch multiplies in another order too.
+    The differences are small beside the error of the recipe itself, which is that of plain PyTorch.
+    """
+    splits, experts, hidden, width = (33, 0, 20), 3, 64, 48
+    torch.manual_seed(0)
+    linear = {"dtype": BF16, "device": DEVICE, **settings}
+    chain = fm.Sequential(
+        fm.GroupedLinear(experts, hidden, 2 * width, **linear),
+        fm.SwiGLU(),
+        fm.GroupedLinear(experts, width, hidden, **linear),
+    )
+    x, dy = with_tail(splits, 5, hidden, make=ordinary), ordinary(sum(splits) + 5, hidden, seed=1)
+    named, main = {"splits": torch.tensor(splits, device=DEVICE)}, "accumulate_into_main_grad" in settings
+
+    def step():
+        fm.clear_weight_cache(chain)
+        chain.zero_grad(set_to_none=True)
+        for layer in (chain[0], chain[2]):
+            layer.weight.main_grad = torch.full(layer.weight.shape, 0.5, device=DEVICE) if main else None
+        torch.manual_seed(5)
+        rows = x.clone().requires_grad_()
+        y = chain(rows, **named)
+        y.backward(dy)
+        weights = {i: chain[i].weight.main_grad if main else chain[i].weight.grad for i in (0, 2)}
+        return {"y": y.detach(), "dx": rows.grad, **weights}
+
+    exact = step()
+    with fm.recipe(recipe):
+        with fm.disabled("*"):
+            wanted = step()
+        got = step()
+        (plan,) = chain.explain(x.requires_grad_(), **named).plans
+    rules = {s.rule for s in plan.steps}
+    wgrad = "sm90.fp8_grouped_wgrad" if recipe == "fp8_tensor" else "sm90.dequantized_wgrad"
+    assert {"sm90.quantize", "sm90.quantize_grad", "sm90.quantize_weight", wgrad} <= rules
+    for name, want in wanted.items():
+        assert want.abs().sum() > 0, f"{name}: zeros would pass"
+        of_plain, of_kernels = ((t.double() - exact[name].double()).norm() for t in (want, got[name]))
+        difference = (got[name].double() - want.double()).norm()
+        assert difference < 0.6 * of_plain, f"{name}: the difference is {difference / of_plain} of the recipe's error"
+        assert of_kernels < 1.1 * of_plain, f"{name}: error {of_kernels / of_plain} times that of plain PyTorch"
+
+
+# ---- on a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 gradient", "row"])
+def test_full_size(which):
+    rows, columns, experts = 65_536, 2048, 128
+    x = torch.randn(rows, columns, device=DEVICE).to(BF16)
+    for splits in ([rows // experts] * experts, [0] * 5 + [rows - 77] + [0] * 122):
+        check_rows(x, which, (-1, -2), offsets_of(splits))
+
+
+@needs_gpu
+def test_more_than_two_to_the_31_elements():
+    rows, columns = 2**18 + 5, 8208
+    x = torch.ones(rows, columns, dtype=BF16, device=DEVICE)
+    x[-1] = 3
+    offsets = offsets_of([3, rows - 3])
+    (codes, scale), (codes_t, scale_t) = bound_rows(x, QUANTIZERS["block"], (-1, -2), offsets)(x, offsets, None)
+    assert (scale[:-1] == 2.0**-8).all()
+    assert (scale[-1] == 2.0**-7).all()
+    assert (codes.view(torch.uint8)[:-1] == 0x78).all()  # 256
+    assert (codes.view(torch.uint8)[-1] == 0x7C).all()  # 384
+    assert codes_t.shape == (columns, padded_rows(rows, 2, 128))
+    assert int((codes_t.view(torch.uint8) != 0).sum()) == rows * columns
+    last = 1 + (rows - 3 - 1) // 128  # the first expert's rows have a block of their own
+    assert (scale_t[:, last] == 2.0**-7).all()
+    assert (codes_t.view(torch.uint8)[:, 128 + rows - 4] == 0x7C).all()
+
+
+@needs_gpu
+@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 rotated", "row", "tensor"])
+def test_nothing_waits_for_the_device_and_a_graph_follows_the_splits(no_sync, which):
+    x = torch.randn(400, 256, device=DEVICE).to(BF16)
+    offsets, weight = offsets_of([5, 0, 300, 7]), torch.randn(2, 256, 128, device=DEVICE).to(BF16)
+    run, of_weight = (
+        bound_rows(x, QUANTIZERS[which], (-1, -2), offsets),
+        bound_weight(weight, QUANTIZERS["tensor"], (-1,)),
+    )
+    run(x, offsets, None)
+    of_weight(weight)
+    with no_sync():
+        run(x, offsets, None)
+        of_weight(weight)
+    found = []
+    graph = capture(lambda: found.append(run(x, offsets, None)), warm_ups=1)
+    for splits in ([5, 0, 300, 7], [0, 0, 0, 0], [400, 0, 0, 0], [0, 1, 0, 390]):
+        offsets.copy_(offsets_of(splits))
+        graph.replay()
+        compare(found[-1], [quantize(x, QUANTIZERS[which], axis, offsets=offsets) for axis in (-1, -2)])

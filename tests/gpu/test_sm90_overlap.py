@@ -1,0 +1,391 @@
+"""Products beside other work on Hopper have the bits of one launch after the other: in several launches, each for some
+row tiles; waiting for rows; beside a sum over slots on a few SMs.
+
+Axes: T tokens, K chosen experts per token, R = T K rows, E experts, H hidden, I intermediate features.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
+from kit.poison import nan_in_new_tensors
+from kit.row_ranges import OWN, problem_by_ranges, routed, row_ranges
+from kit.slots import routed as routed_slots
+
+import fusedmoe as fm
+from fusedmoe.fusion.search import planner
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.rows.move.slot_functions import bind_sum_slots
+from fusedmoe.kernels.sm90 import launch, products
+from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import fp8_block, quantize
+
+pytestmark = needs_hopper
+
+BF16 = torch.bfloat16
+TILE = 128
+SWIGLU = Activation("swiglu")
+LEAVES_SMS = replace(DEFAULT, sm_margin=4)
+
+
+# ---- ranges of rows
+
+
+def plain_ranges(offsets, token_of_row, first, end, tail):
+    """The ranges, one expert at a time."""
+    rows = len(token_of_row)
+    starts, ends = [0, *offsets.tolist()], [*offsets.tolist(), rows]
+    found = torch.zeros(3, 2, len(starts), dtype=torch.int32)
+    for e, (start, stop) in enumerate(zip(starts, ends, strict=True)):
+        own = [TILE * i + start for i in range(-(-(stop - start) // TILE))]
+        of_tile = [token_of_row[row : min(row + TILE, stop)] for row in own]
+        only_own = [bool(((t >= first) & (t < end)).all()) for t in of_tile]
+        if e == len(offsets):
+            only_own = [tail == 0] * len(own)
+        before = next((row for row, is_own in zip(own, only_own, strict=True) if is_own), None)
+        if before is None:  # no tile has own rows only: the others may be divided anywhere
+            found[:, :, e] = -1
+            continue
+        after = stop if all(only_own[own.index(before) :]) else own[only_own.index(False, own.index(before))]
+        found[:, :, e] = torch.tensor([[before, after], [start, before], [after, stop]])
+    return found
+
+
+def of_range(ranges, number):
+    """The part of a launch of one range."""
+    size = len(ranges) // 3
+    return ranges[number * size : (number + 1) * size + 1]
+
+
+@pytest.mark.parametrize("divided", [0, 2, 30])
+@pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900)])
+def test_ranges_of_some_experts(first, end, divided):
+    """The rows of the other experts are where the rows of no expert are."""
+    tokens, experts = 900, 37
+    offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 4, experts, seed=2))
+    every, some = (
+        row_ranges(offsets, token_of_row, first, end, tokens, more)[:-1].view(3, 2, experts + 1)
+        for more in (None, divided)
+    )
+    assert torch.equal(some[..., :divided], every[..., :divided])
+    assert torch.equal(some[..., -1], every[..., -1])
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])[divided:]
+    there = 2 if end < tokens else 1
+    assert torch.equal(some[there, 0, divided:-1], starts)
+    assert torch.equal(some[there, 1, divided:-1], offsets[divided:])
+    for others in {0, 1, 2} - {there}:
+        assert torch.equal(some[others, 0, divided:-1], some[others, 1, divided:-1])
+
+
+@pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900), (0, 900), (100, 100)])
+@pytest.mark.parametrize("experts", [4, 37])
+def test_ranges(first, end, experts):
+    tokens = 900
+    offsets, token_of_row = routed(tokens, 4, experts, seed=experts)
+    got = row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), first, end, tokens)[:-1].cpu().view(3, 2, experts + 1)
+    tail = 2 if end < tokens else 1 if first else 0
+    want = plain_ranges(offsets, token_of_row, first, end, tail)
+    known = want[0, 0] >= 0
+    assert known.any() or first == end
+    assert torch.equal(got[..., known], want[..., known])
+    starts = torch.tensor([0, *offsets.tolist()], dtype=torch.int32)
+    ends = torch.tensor([*offsets.tolist(), len(token_of_row)], dtype=torch.int32)
+    own, before, after = got
+    # each row is in one range
+    assert torch.equal(before[0], starts)
+    assert torch.equal(before[1], own[0])
+    assert torch.equal(own[1], after[0])
+    assert torch.equal(after[1], ends)
+    assert (own[1] >= own[0]).all()
+    assert torch.equal(own[0][~known], own[1][~known])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+def test_products_by_ranges(gather, waits):
+    """Also with the rows of the later ranges unknown at the time of the first launch. ``waits``: in one launch, which
+    computes the first range before another stream writes the other rows, and the word after them.
+    """
+    x, gate_up, down, scale, offsets, ranges, index = problem_by_ranges(gather)
+    more = () if index is None else (index,)
+
+    def late(x):
+        """The ranges of own rows first; until they are taken, the rows of other tokens are NaN."""
+        whole = x.clone()
+        if gather:
+            x[: OWN[0]] = x[OWN[1] :] = torch.nan
+        if not waits:
+            yield of_range(ranges, 0)
+            x.copy_(whole)
+            yield from (of_range(ranges, 1), of_range(ranges, 2))
+            return
+        memory, side = ranges.clone(), torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(2_000_000)
+            x.copy_(whole)
+            memory[-1:].fill_(1)
+        yield memory
+        torch.cuda.current_stream().wait_stream(side)
+
+    def both(bind, *arguments, weight):
+        with nan_in_new_tensors():
+            (one,) = [bind(*arguments, DEFAULT, *more)(*weight(offsets), *more)]
+            copied = x.clone()
+            parts = bind(*arguments, LEAVES_SMS, *more, ranges=True)(*weight(late(copied), copied), *more)
+        return one, parts
+
+    plain = both(
+        products.bind_grouped_gemm, x, gate_up, None, scale,
+        weight=lambda o, x=x: (x, gate_up, None, o, scale),
+    )  # fmt: skip
+    activated = both(
+        products.bind_grouped_gemm_activation, x, gate_up, None, scale, SWIGLU, True,
+        weight=lambda o, x=x: (x, gate_up, None, o, scale),
+    )  # fmt: skip
+    p = activated[0][1]
+    backward = both(
+        products.bind_grouped_gemm_activation_backward, x, down, p, scale, SWIGLU, True, True,
+        weight=lambda o, x=x: (x, down, o, p, scale),
+    )  # fmt: skip
+    for one, parts in (plain, activated, backward):
+        one, parts = (t if isinstance(t, tuple) else (t,) for t in (one, parts))
+        for a, b in zip(one, parts, strict=True):
+            assert a[: offsets[-1]].float().norm() > 0
+            assert not a.isnan().any()
+            assert torch.equal(a, b)
+
+
+NEVER = """
+import sys, time
+import pytest, torch
+from fusedmoe.kernels.sm90.gemm import scheduler
+assert scheduler.MOST_READS > 100_000
+scheduler.MOST_READS = 100_000
+sys.path += sys.argv[1:]
+from kit.row_ranges import problem_by_ranges
+from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.sm90 import products
+x, gate_up, _, scale, _, ranges, _ = problem_by_ranges(gather=False)
+product = products.bind_grouped_gemm(x, gate_up, None, scale, DEFAULT, ranges=True)
+torch.cuda.synchronize()
+start = time.monotonic()
+with pytest.raises(RuntimeError, match="CUDA error"):
+    product(x, gate_up, None, [ranges], scale)
+    torch.cuda.synchronize()
+assert time.monotonic() - start < 30
+print("an error")
+"""
+
+
+@needs_gpu
+def test_rows_that_never_arrive_are_an_error(tmp_path):
+    """In a process of its own, which loses its CUDA context, and with a cache of its own, for a kernel that waits less
+    long.
+    """
+    environment = {**os.environ, "FUSEDMOE_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", NEVER, *sys.path]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.stdout == "an error\n", ran.stderr
+
+
+# ---- a sum over slots beside a weight gradient
+
+
+class Products:
+    """Tensors of a sum and a weight gradient beside it."""
+
+    def __init__(self, tokens, chosen, experts, n, k, gathered, seed=0):
+        slot_of_row, self.row_of_slot, used = routed_slots(tokens, chosen, experts, "sentinels", seed)
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        rows = tokens * chosen
+
+        def randn(*shape):
+            return torch.randn(*shape, device=DEVICE, generator=generator).to(BF16)
+
+        self.index = (slot_of_row // chosen).to(torch.int32) if gathered else None
+        self.dy = randn(tokens if gathered == "grad_output" else rows, n)
+        self.x = randn(tokens if gathered == "x" else rows, k)
+        self.rows, self.addend, self.gathered = randn(rows, n), randn(tokens, n), gathered
+        ends = torch.sort(torch.randint(0, used + 1, (experts,), device=DEVICE, generator=generator)).values
+        self.offsets = ends.to(torch.int32)
+
+    def bound(self, sms):
+        total = bind_sum_slots(self.rows, self.row_of_slot, None, self.addend, sms)
+        of_weight = self.bound_wgrad(sms > 0)
+
+        def run():
+            sums = total(self.rows, self.row_of_slot, None, self.addend.clone())
+            return sums, of_weight()
+
+        return run
+
+    def bound_wgrad(self, beside):
+        run = products.bind_grouped_wgrad(
+            self.dy, self.x, self.offsets, BF16, False, DEFAULT, self.index, self.gathered, beside
+        )
+        return lambda: run(self.dy, self.x, self.offsets, None, self.index)
+
+
+class ProductsOfCodes(Products):
+    """The same with the operands in FP8, by columns."""
+
+    def bound_wgrad(self, beside):
+        dy, x = (quantize(rows, fp8_block(), -2, offsets=self.offsets) for rows in (self.dy, self.x))
+        operands = (
+            Codes(dy.data, products.with_strides(dy.scale)),
+            Codes(x.data, products.with_strides(x.scale)),
+            self.offsets,
+        )
+        run = products.bind_grouped_wgrad(*operands, BF16, False, DEFAULT, beside=beside)
+        return lambda: run(*operands)
+
+
+@needs_gpu
+@pytest.mark.parametrize("which", ["rows", "grad_output", "x", "codes"])
+def test_a_weight_gradient_beside_the_sum(which, no_sync):
+    # more clusters than tiles, and many tiles; the sum ends long before the product, or long after
+    sizes = ((64, 2, 3, 64, 64, 2), (2000, 8, 16, 768, 512, 8), (9000, 4, 8, 2048, 256, 2))
+    make, gathered = ProductsOfCodes if which == "codes" else Products, which if which in ("grad_output", "x") else None
+    for tokens, chosen, experts, n, k, sms in sizes:
+        case = make(tokens, chosen, experts, n, k, gathered, seed=tokens)
+        want, beside = case.bound(0)(), case.bound(sms)
+        beside()
+        with no_sync():
+            results = [beside() for _ in range(20)]
+        for got in results:
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert want[1].any()
+        counter, dynamic = launch.tile_counters(case.x.device).get()
+        assert (counter.item(), dynamic) == (0, 1)
+
+
+@needs_gpu
+def test_streams_and_graphs_have_counters_of_their_own():
+    cases = [Products(3000, 4, 8, 1024, 512, "x", seed=seed) for seed in range(3)]
+    want = [case.bound(0)() for case in cases]
+    runs = [case.bound(16) for case in cases]
+    streams = [torch.cuda.Stream() for _ in cases]
+    graphs, found = [], [[] for _ in runs]
+    for run, results in zip(runs, found, strict=True):
+        graphs.append(capture(lambda run=run, results=results: results.append(run())))
+    torch.cuda.synchronize()
+    for _ in range(5):  # side by side: three streams, then three replays
+        got = []
+        for run, stream in zip(runs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(run())
+        torch.cuda.synchronize()
+        for results, expected in zip(got, want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for results, expected in zip(found, want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(results[-1], expected, strict=True))
+
+
+@needs_gpu
+def test_without_a_counter_the_schedule_is_static(monkeypatch):
+    case = Products(2000, 4, 8, 512, 512, "x")
+    want = case.bound(0)()
+    counters = launch.TileCounters(DEVICE)
+    counters._numbers = iter(())
+    monkeypatch.setitem(launch._tile_counters, case.x.device, counters)
+    assert counters.get()[1] == 0
+    assert all(torch.equal(a, b) for a, b in zip(case.bound(16)(), want, strict=True))
+
+
+# ---- layers
+
+
+def layer(count=1):
+    torch.manual_seed(0)
+    with DEVICE:
+        made = torch.nn.Sequential(*[fm.MoE(1536, 512, 16, 8).to(BF16) for _ in range(count)])
+    return made, torch.randn(4096, 1536, device=DEVICE, dtype=BF16)
+
+
+RECIPES = pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+
+
+def gradients(made, x, dy, recipe="bf16"):
+    x = x.clone().requires_grad_()
+    made.zero_grad(set_to_none=True)
+    with fm.recipe(recipe):
+        y = made(x)
+    y.backward(dy)
+    return [y.detach(), x.grad, *[p.grad.clone() for p in made.parameters()]]
+
+
+def same(got, want):
+    return [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * len(want)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """What a function returns if no steps run beside each other. The layers that it makes are new ones."""
+
+    def run(function):
+        with monkeypatch.context() as patch:
+            patch.setattr(planner, "pairs_of", lambda *_: [])
+            return function()
+
+    return run
+
+
+@needs_gpu
+@RECIPES
+def test_two_layers(alone, no_sync, recipe):
+    def results():
+        made, x = layer(2)
+        return gradients(made, x, torch.ones_like(x), recipe)
+
+    want = alone(results)
+    made, x = layer(2)
+    with fm.recipe(recipe):
+        (plan,) = made[0].explain(x.clone().requires_grad_()).plans
+    carrier = {"bf16": "sm90.gathered_wgrad_dy", "fp8_block": "sm90.fp8_grouped_wgrad"}[recipe]
+    assert [rules[:2] for rules in plan.beside] == [("sm90.router_backward", carrier)]
+    dy = torch.ones_like(x)
+    assert same(gradients(made, x, dy, recipe), want)
+    with no_sync():
+        again = [gradients(made, x, dy, recipe) for _ in range(3)]
+    assert all(same(got, want) for got in again)
+    assert want[1].any()
+    found = []
+    graph = capture(lambda: found.append(gradients(made, x, dy, recipe)), warm_ups=1)
+    for _ in range(3):
+        for t in found[-1]:
+            t.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same(found[-1], want)
+
+
+@needs_gpu
+@RECIPES
+def test_memory_of_a_step(alone, recipe):
+    def peak():
+        made, x = layer()
+        dy = torch.ones_like(x)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            gradients(made, x, dy, recipe)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak() <= 1.08 * alone(peak)
+
+
+@needs_gpu
+def test_gradients_that_the_kernels_cannot_read(alone):
+    dy = torch.randn(1536, device=DEVICE, dtype=BF16).expand(4096, 1536)
+    want = alone(lambda: gradients(*layer(), dy))
+    assert same(gradients(*layer(), dy), want)
