@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import fnmatch
 import multiprocessing
@@ -10,65 +9,49 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fusedmoe import __version__
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.progress import counted
 from fusedmoe.base.target import checked_arch
+from fusedmoe.commands.options import option
 from fusedmoe.kernels.build import cache, compiler, shipped, toolkit
 from fusedmoe.kernels.build.kernel import Kernel
 
-__all__ = ["CompileOptions", "Outcome", "add_arguments", "run"]
+__all__ = ["CompileOptions", "Outcome", "run", "usable_cpus"]
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """The options of the command; see its help."""
+    """The options of the command."""
 
-    arch: str = "sm_90a"
-    list: bool = False
-    only: str | None = None
-    jobs: int | None = None
-    cache_dir: str | None = None
+    arch: str = option("sm_90a", "target architecture, such as 90 or 100 (default: %(default)s)")
+    list: bool = option(False, "list the kernels and whether they are cached, and exit")
+    only: str | None = option(None, "kernels whose name matches, such as 'sm90_ragged_k_*'", "PATTERN")
+    jobs: int | None = option(None, "compiler processes; 1: this process (default: one per CPU)", "N")
+    cache_dir: str | None = option(None, f"cache directory (default: {cache.VARIABLE}, else ~/.cache/fusedmoe)", "DIR")
+
+
+STATUSES = ("compiled", "already cached", "FAILED")
 
 
 class Outcome(NamedTuple):
     """The result for one kernel; ``error`` is the reason for a failure."""
 
     symbol: str
-    status: Literal["compiled", "already cached", "FAILED"]
+    status: str  # one of `STATUSES`
     seconds: float
     error: str = ""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
-    parser.add_argument(
-        "--arch", default=CompileOptions.arch, help="target architecture, such as 90 or 100 (default: %(default)s)"
-    )
-    parser.add_argument("--list", action="store_true", help="list the kernels and whether they are cached, and exit")
-    parser.add_argument("--only", metavar="PATTERN", help="kernels whose name matches, such as 'sm90_ragged_k_*'")
-    parser.add_argument(
-        "--jobs", metavar="N", type=int, help="compiler processes; 1: this process (default: one per CPU)"
-    )
-    parser.add_argument(
-        "--cache-dir", metavar="DIR", help=f"cache directory (default: {cache.VARIABLE}, else ~/.cache/fusedmoe)"
-    )
-
-
 def run(options: CompileOptions) -> int:
-    """Build or list the kernels; return the exit status.
-
-    Raises
-    ------
-    fusedmoe.InputError
-        An option is invalid.
-    """
+    """Build or list the kernels; return the exit status."""
     if options.jobs is not None and options.jobs < 1:
         raise InputError(f"--jobs {options.jobs}: must be 1 or more")
     if options.cache_dir == "":
@@ -86,29 +69,17 @@ def run(options: CompileOptions) -> int:
     except cache.CacheUnusableError as error:
         print(f"fusedmoe compile: error: {error}", file=sys.stderr)
         return 1
-    width = max(len(kernel.symbol) for kernel in kernels)
     if options.list:
+        width = max(len(kernel.symbol) for kernel in kernels)
         for kernel in kernels:
             cached = compiler.is_cached(kernel, options.cache_dir)
             print(f"{kernel.symbol:<{width}}  {'cached' if cached else 'not cached'}")
-        _print_not_shipped(arch)
-        return 0
-    begin = time.perf_counter()
-    outcomes = []
-    with counted(len(kernels), "kernels") as advance:
-        for outcome in _outcomes(kernels, options):
-            seconds = "" if outcome.status == "already cached" else f"  {outcome.seconds:6.1f} s"
-            print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
-            outcomes.append(outcome)
-            advance(outcome.symbol)
-    status = _summarize(outcomes, f"{arch} in {folder}", time.perf_counter() - begin)
-    _print_not_shipped(arch)
-    return status
-
-
-def _print_not_shipped(arch: str) -> None:
+        status = 0
+    else:
+        status = _compile(kernels, options, f"{arch} in {folder}")
     if others := shipped.not_shipped(arch):
         print(others)
+    return status
 
 
 def _folder(root: str | None) -> Path:
@@ -120,10 +91,14 @@ def _folder(root: str | None) -> Path:
     return folder
 
 
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _outcomes(kernels: Sequence[Kernel], options: CompileOptions) -> Iterator[Outcome]:
     """Build the kernels and yield each outcome as soon as it is known."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = min(options.jobs or cpus, len(kernels))
+    jobs = min(options.jobs or usable_cpus(), len(kernels))
     if jobs == 1:
         yield from (_build(kernel, options.cache_dir) for kernel in kernels)
         return
@@ -157,20 +132,26 @@ def _build(kernel: Kernel, root: str | None) -> Outcome:
     begin = time.perf_counter()
     try:
         compiled = compiler.build(kernel, root)
-    except cache.CacheUnusableError as error:
-        return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, str(error))
     except Exception as error:  # noqa: BLE001  reported, and the other kernels are built
-        return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, f"{type(error).__name__}: {error}")
+        why = "" if isinstance(error, cache.CacheUnusableError) else f"{type(error).__name__}: "
+        return Outcome(kernel.symbol, "FAILED", time.perf_counter() - begin, f"{why}{error}")
     return Outcome(kernel.symbol, "compiled" if compiled else "already cached", time.perf_counter() - begin)
 
 
-def _summarize(outcomes: Sequence[Outcome], where: str, seconds: float) -> int:
-    counts = {status: [o.status for o in outcomes].count(status) for status in ("compiled", "already cached", "FAILED")}
+def _compile(kernels: Sequence[Kernel], options: CompileOptions, where: str) -> int:
+    """Build the kernels, print each outcome and a summary, and return the exit status."""
+    width, outcomes, begin = max(len(kernel.symbol) for kernel in kernels), [], time.perf_counter()
+    with counted(len(kernels), "kernels") as advance:
+        for outcome in _outcomes(kernels, options):
+            seconds = "" if outcome.status == "already cached" else f"  {outcome.seconds:6.1f} s"
+            print(f"{outcome.symbol:<{width}}  {outcome.status:<14}{seconds}".rstrip(), flush=True)
+            outcomes.append(outcome)
+            advance(outcome.symbol)
     failed = [outcome for outcome in outcomes if outcome.status == "FAILED"]
-    sys.stdout.flush()
     for outcome in failed:
         print(f"fusedmoe compile: error: {outcome.symbol}: {outcome.error}", file=sys.stderr)
+    counts = Counter(outcome.status for outcome in outcomes)
+    parts = ", ".join(f"{counts[status]} {status.lower()}" for status in STATUSES if counts[status])
     plural = "kernel" if len(outcomes) == 1 else "kernels"
-    parts = ", ".join(f"{count} {status.lower()}" for status, count in counts.items() if count)
-    print(f"{len(outcomes)} {plural} for {where}: {parts}; {seconds:.1f} s")
+    print(f"{len(outcomes)} {plural} for {where}: {parts}; {time.perf_counter() - begin:.1f} s")
     return 1 if failed else 0

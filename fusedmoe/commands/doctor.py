@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -19,6 +18,7 @@ from fusedmoe.base.environment import disabled_by_environment
 from fusedmoe.base.extras import install_command
 from fusedmoe.base.target import arch_of
 from fusedmoe.call.settings import patterns
+from fusedmoe.commands.options import option
 from fusedmoe.fusion.language import registry
 from fusedmoe.fusion.language.registry import why_unavailable
 from fusedmoe.fusion.language.rule import FusionRule, RuleError
@@ -26,7 +26,7 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
 from fusedmoe.kernels.torch.quantized_products import multiplies_codes
 
-__all__ = ["Fact", "Gpu", "Kernel", "Report", "add_arguments", "doctor", "kernel_lines", "run"]
+__all__ = ["DoctorOptions", "Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "run"]
 
 # (distribution, the extra of fusedmoe that installs it); None: a dependency of fusedmoe or torch, where wheels exist
 PACKAGES: tuple[tuple[str, str | None], ...] = (
@@ -84,23 +84,20 @@ class Report:
     broken_entry_points: tuple[Fact, ...] = ()
 
     def __str__(self) -> str:
-        gpus = [
-            (f"{gpu.index}: {gpu.name}", f"{gpu.arch}, {gpu.memory_gib:.1f} GiB, {gpu.sms} SMs") for gpu in self.gpus
-        ]
-        kernels = [(kernel.name, f"{'yes' if kernel.available else 'no '}  {kernel.note}") for kernel in self.kernels]
-        sections = [
-            ("software", _pairs(self.software)),
-            ("packages", _pairs(self.packages)),
-            ("environment", _pairs(self.environment) or [("nothing set", "")]),
-            ("GPUs", gpus or [("none", self.no_gpu or "")]),
-            ("kernels", kernels),
-        ]
+        gpus = [Fact(f"{g.index}: {g.name}", f"{g.arch}, {g.memory_gib:.1f} GiB, {g.sms} SMs") for g in self.gpus]
+        sections = {
+            "software": self.software,
+            "packages": self.packages,
+            "environment": self.environment or [Fact("nothing set", "")],
+            "GPUs": gpus or [Fact("none", self.no_gpu or "")],
+            "kernels": [Fact(k.name, f"{'yes' if k.available else 'no '}  {k.note}") for k in self.kernels],
+        }
         if self.broken_entry_points:
-            sections.append(("packages whose fusion rules are not used", _pairs(self.broken_entry_points)))
-        width = max(len(name) for _, rows in sections for name, _ in rows)
+            sections["packages whose fusion rules are not used"] = self.broken_entry_points
+        width = max(len(fact.name) for facts in sections.values() for fact in facts)
         return "\n\n".join(
-            "\n".join([title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)])
-            for title, rows in sections
+            "\n".join([title, *(f"  {fact.name:<{width}}  {fact.value}".rstrip() for fact in facts)])
+            for title, facts in sections.items()
         )
 
 
@@ -116,8 +113,8 @@ def doctor() -> Report:
         no_gpu=no_gpu,
         kernels=kernel_lines(gpus),
         broken_entry_points=tuple(
-            Fact(broken.package, f"entry point {broken.name} ({broken.value}) failed to load: {broken.error}")
-            for broken in registry.broken_entry_points()
+            Fact(b.package, f"entry point {b.name} ({b.value}) failed to load: {b.error}")
+            for b in registry.broken_entry_points()
         ),
     )
 
@@ -133,44 +130,35 @@ def kernel_lines(gpus: Sequence[Gpu]) -> tuple[Kernel, ...]:
     if not rules:
         none = f"fusedmoe {fusedmoe.__version__} ships none, and no package adds any: every step is plain PyTorch"
         rules = (Kernel("fused kernels", False, none),)
-    torchs = [make(one_of_each[arch]) for arch in sorted(one_of_each) for make in (_grouped_mm, _scaled_grouped_mm)]
-    return (cpu, *torchs, *rules)
+    return (cpu, *(kernel for arch in sorted(one_of_each) for kernel in _of_torch(one_of_each[arch])), *rules)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+    """The options of the command."""
+
+    json: bool = option(False, "print JSON")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: DoctorOptions) -> int:
     """Print the report, as text or with ``--json`` as JSON."""
     report = doctor()
     print(json.dumps(dataclasses.asdict(report), indent=2) if options.json else report)
     return 0
 
 
-def _pairs(facts: Iterable[Fact]) -> list[tuple[str, str]]:
-    return [(fact.name, fact.value) for fact in facts]
-
-
 def _software() -> tuple[Fact, ...]:
+    cuda, rocm = torch.version.cuda, torch.version.hip
+    runtime = f"CUDA {cuda}" if cuda else f"ROCm {rocm}" if rocm else "CPU only"
     return (
         Fact("fusedmoe", fusedmoe.__version__),
         Fact("Python", f"{platform.python_version()} ({platform.python_implementation()})"),
         Fact("platform", platform.platform()),
         Fact("CPU", f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
         Fact("torch", torch.__version__),
-        Fact("torch's runtime", _torch_runtime()),
+        Fact("torch's runtime", runtime),
         Fact("NVIDIA driver", driver()),
     )
-
-
-def _torch_runtime() -> str:
-    if torch.version.cuda:
-        return f"CUDA {torch.version.cuda}"
-    if torch.version.hip:
-        return f"ROCm {torch.version.hip}"
-    return "CPU only"
 
 
 def driver() -> str:
@@ -188,18 +176,14 @@ def driver() -> str:
 
 def _packages() -> Iterable[Fact]:
     for name, extra in PACKAGES:
-        version = _version(name)
-        remedy = f"not installed: {install_command(extra)}" if extra else "not installed"
-        yield Fact(name, version or remedy)
-        if name == toolkit.DSL and version:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            yield Fact(name, f"not installed: {install_command(extra)}" if extra else "not installed")
+            continue
+        yield Fact(name, version)
+        if name == toolkit.DSL:
             yield Fact("its CUDA libraries", _toolkit(version))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _toolkit(dsl_version: str) -> str:
@@ -259,21 +243,22 @@ def _fused(rule: type[FusionRule], devices: Iterable[torch.device]) -> Kernel:
         found = [why_unavailable(rule, device, arch_of(device), disabled) for device in devices]
     except RuleError as error:  # a call raises it too
         return Kernel(rule.name, False, f"a bug of this rule: {type(error).__name__}: {error}")
-    reasons = [unavailable.reason for unavailable in found if unavailable is not None]
-    here = len(reasons) < len(found)
+    here = None in found
+    reasons = (unavailable.reason for unavailable in found if unavailable is not None)
     return Kernel(rule.name, here, f"{rule.direction}, a fusion rule" if here else "; ".join(reasons))
 
 
-def _scaled_grouped_mm(gpu: Gpu) -> Kernel:
-    name = f"torch FP8 grouped GEMM, {gpu.arch}"
-    if multiplies_codes(torch.device("cuda", gpu.index)):
-        return Kernel(name, True, "E4M3, one scale per tensor or per row, for bf16; every other recipe is emulated")
-    return Kernel(name, False, f"torch has none for {gpu.arch}: every recipe except bf16 is emulated")
-
-
-def _grouped_mm(gpu: Gpu) -> Kernel:
-    name = f"torch grouped GEMM, {gpu.arch}"
-    if runs_on_device(torch.device("cuda", gpu.index), torch.bfloat16):
-        note = "bf16 on the device; other dtypes and misaligned rows: a loop over the experts, HOST SYNC"
-        return Kernel(name, True, note)
-    return Kernel(name, False, f"torch has none for {gpu.arch}: a loop over the experts, HOST SYNC")
+def _of_torch(gpu: Gpu) -> Iterable[Kernel]:
+    """Yield torch's grouped products on a GPU."""
+    device, loop = torch.device("cuda", gpu.index), "a loop over the experts, HOST SYNC"
+    notes = {
+        "grouped GEMM": (f"bf16 on the device; other dtypes and misaligned rows: {loop}", loop),
+        "FP8 grouped GEMM": (
+            "E4M3, one scale per tensor or per row, for bf16; every other recipe is emulated",
+            "every recipe except bf16 is emulated",
+        ),
+    }
+    available = runs_on_device(device, torch.bfloat16), multiplies_codes(device)
+    for here, (name, (note, otherwise)) in zip(available, notes.items(), strict=True):
+        note = note if here else f"torch has none for {gpu.arch}: {otherwise}"
+        yield Kernel(f"torch {name}, {gpu.arch}", here, note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import json
 import sys
@@ -10,13 +9,14 @@ import textwrap
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.target import checked_arch
 from fusedmoe.call import settings
+from fusedmoe.commands.options import flag, option, required_sizes
 from fusedmoe.fusion.language.rule import FusionError
 from fusedmoe.fusion.report.data import format_bytes, hints
 from fusedmoe.integrations import transformers as ours
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fusedmoe.fusion.report.data import PlanData
     from fusedmoe.layers.explain_model import ExplainedModules, ModelExplanation
 
-__all__ = ["ExplainOptions", "add_arguments", "run"]
+__all__ = ["ExplainOptions", "run"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
@@ -47,71 +47,38 @@ _STEP_FIELDS = ("direction", "ops", "rule", "status", "why", "host_sync", "bytes
 _TRANSFORMERS = "needs transformers 5.7 or later: pip install transformers"
 
 
+_LAYER = "one layer, instead of CONFIG"  # the title of options
+_CONFIG = "config.json of a transformers model, a directory with one, or the name of a model in the local cache"
+
+
 @dataclass(frozen=True)
 class ExplainOptions:
-    """The options of the command; see its help."""
+    """The options of the command."""
 
-    config: str | None = None
-    arch: str = "90"
-    tokens: int = 8192
-    recipe: str = "bf16"
-    dtype: str | None = None
-    hidden: int | None = None
-    intermediate: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    activation: str | None = None
-    strict: bool = False
-    json: bool = False
+    config: str | None = option(None, _CONFIG, "CONFIG", nargs="?")
+    arch: str = option("90", "target architecture; 90 is an H100 or H200 (default: %(default)s)")
+    tokens: int = option(8192, "tokens per call (default: %(default)s)", "T")
+    recipe: str = option("bf16", "numeric recipe (default: %(default)s)")
+    dtype: str | None = option(
+        None, "dtype of the parameters (default: CONFIG's, else bfloat16)", choices=tuple(_DTYPES)
+    )
+    hidden: int | None = option(None, "features per token", "H", group=_LAYER)
+    intermediate: int | None = option(None, "intermediate features per expert", "I", group=_LAYER)
+    experts: int | None = option(None, "number of experts", "E", group=_LAYER)
+    top_k: int | None = option(None, "chosen experts per token", "K", group=_LAYER)
+    activation: str | None = option(None, "activation (default: swiglu)", choices=tuple(ACTIVATIONS), group=_LAYER)
+    strict: bool = option(False, "exit with status 1 if an op that has a fused kernel is not fused")
+    json: bool = option(False, "print JSON")
 
 
 class ConfigError(Exception):
     """A model cannot be built from a configuration; the message gives the reason."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="config.json of a transformers model, a directory with one, or the name of a model in the local cache",
-    )
-    parser.add_argument(
-        "--arch",
-        default=ExplainOptions.arch,
-        help="target architecture; 90 is an H100 or H200 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--tokens", metavar="T", type=int, default=ExplainOptions.tokens, help="tokens per call (default: %(default)s)"
-    )
-    parser.add_argument("--recipe", default=ExplainOptions.recipe, help="numeric recipe (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=tuple(_DTYPES), help="dtype of the parameters (default: CONFIG's, else bfloat16)"
-    )
-    layer = parser.add_argument_group("one layer, instead of CONFIG")
-    layer.add_argument("--hidden", metavar="H", type=int, help="features per token")
-    layer.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
-    layer.add_argument("--experts", metavar="E", type=int, help="number of experts")
-    layer.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
-    layer.add_argument("--activation", choices=tuple(ACTIVATIONS), help="activation (default: swiglu)")
-    parser.add_argument(
-        "--strict", action="store_true", help="exit with status 1 if an op that has a fused kernel is not fused"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def run(options: ExplainOptions) -> int:
-    """Print the plans; return the exit status.
-
-    Raises
-    ------
-    fusedmoe.InputError
-        An option is missing or invalid.
-    """
+    """Print the plans; return the exit status."""
     arch = checked_arch(options.arch, "--arch")
-    if options.tokens < 1:
-        raise InputError(f"--tokens {options.tokens}: must be 1 or more")
+    required_sizes(options, ("tokens",))
     if options.tokens > _MOST_TOKENS:
         raise InputError(f"--tokens {options.tokens}: must be at most 2^40")
     with settings.recipe(options.recipe):
@@ -134,14 +101,14 @@ def run(options: ExplainOptions) -> int:
 def _model(options: ExplainOptions) -> tuple[str, nn.Module, str]:
     """Return a title, the model on the meta device, and the reason why its experts are not planned, or ""."""
     sizes = {name: getattr(options, name) for name in (*_SIZES, "activation")}
-    given = [f"--{name.replace('_', '-')}" for name, size in sizes.items() if size is not None]
+    given = [flag(name) for name, size in sizes.items() if size is not None]
     if options.config is not None:
         if given:
             raise InputError(f"{', '.join(given)}: expected without CONFIG, got {options.config}")
         if not options.config:
             raise InputError("CONFIG: expected a path or a name, got an empty one")
         return _transformers_model(options.config, options.dtype)
-    if missing := [f"--{name.replace('_', '-')}" for name in _SIZES if sizes[name] is None]:
+    if missing := [flag(name) for name in _SIZES if sizes[name] is None]:
         sizes_of = "the missing sizes of a layer" if given else "the sizes of a layer"
         raise InputError(f"expected CONFIG, or {sizes_of}: {', '.join(missing)}")
     hidden, intermediate, experts, top_k = (int(sizes[name]) for name in _SIZES)
@@ -165,13 +132,14 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, s
     dtype_ = _DTYPES[dtype] if dtype else getattr(config.get_text_config(), "dtype", None) or torch.bfloat16
     quantization = _quantization(name, config)
     method = quantization.get("quant_method", "bitsandbytes")  # early bitsandbytes checkpoints have no quant_method
-    model = _built(name, config, dtype_)
-    if method == "fp8":  # transformers creates the layers of other methods from the weights
-        _quantize(name, model, quantization)
+    # transformers creates the layers of other methods from the weights
+    model = _built(name, config, dtype_, quantization if method == "fp8" else None)
     if "llama4" in str(config.model_type) and not quantization:
         ours.patch_llama4(model)
-    for module in filter(ours.runs_here, model.modules()):
-        _check_top_k(name, module)
+    for experts in filter(ours.runs_here, model.modules()):
+        top_k, of = ours.top_k_of(experts), cast("Any", experts).num_experts
+        if top_k is not None and not 1 <= top_k <= of:
+            raise ConfigError(f"{name}: experts per token: expected 1 to {of}, got {top_k}")
     billions = sum(p.numel() for p in model.parameters()) / 1e9
     title = f"{type(model).__name__}, {billions:.1f} billion parameters, {str(dtype_).removeprefix('torch.')}"
     if not quantization:
@@ -183,26 +151,21 @@ def _transformers_model(name: str, dtype: str | None) -> tuple[str, nn.Module, s
     return f"{title}, quantized by {method}", model, "" if method == "fp8" else not_planned
 
 
-def _built(name: str, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model of a configuration on the meta device."""
+def _built(name: str, config: Any, dtype: torch.dtype, fp8: dict[str, Any] | None) -> nn.Module:
+    """Return the model of a configuration on the meta device, with transformers' layers for an ``fp8`` checkpoint."""
     import transformers
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     known = (auto for auto, mapping in _AUTO_CLASSES.items() if type(config) in getattr(transformers, mapping))
     if (auto := next(known, None)) is None:
         raise ConfigError(f"{name}: transformers cannot build a model from {type(config).__name__} alone")
     how = {"experts_implementation": ours.NAME, "dtype": dtype, "trust_remote_code": False}
-    with _errors_of_transformers(name), torch.device("meta"):
-        model: nn.Module = getattr(transformers, auto).from_config(config, **how)
-    return model
-
-
-def _quantize(name: str, model: nn.Module, quantization: dict[str, Any]) -> None:
-    """Replace the layers of a model with transformers' layers for the quantized checkpoint."""
-    from transformers.quantizers.auto import AutoHfQuantizer
-
     with _errors_of_transformers(name):
-        quantizer = AutoHfQuantizer.from_config(quantization, pre_quantized=True)
-        quantizer.preprocess_model(model)
+        with torch.device("meta"):
+            model: nn.Module = getattr(transformers, auto).from_config(config, **how)
+        if fp8 is not None:
+            AutoHfQuantizer.from_config(fp8, pre_quantized=True).preprocess_model(model)
+    return model
 
 
 @contextmanager
@@ -212,12 +175,6 @@ def _errors_of_transformers(name: str) -> Iterator[None]:
     except Exception as error:  # any exception of the model's code
         text = f"transformers cannot build a model of it: {type(error).__name__}: {error}"
         raise ConfigError(f"{name}: {text}") from error
-
-
-def _check_top_k(name: str, experts: Any) -> None:
-    top_k, of = ours.top_k_of(experts), experts.num_experts
-    if top_k is not None and not 1 <= top_k <= of:
-        raise ConfigError(f"{name}: experts per token: expected 1 to {of}, got {top_k}")
 
 
 def _quantization(name: str, config: Any) -> dict[str, Any]:
@@ -294,18 +251,16 @@ def _heading(group: ExplainedModules) -> str:
 
 def _without_kernel(result: ModelExplanation) -> dict[str, list[str]]:
     """Return the ops without a fused kernel on this architecture and the modules between chains, by reason."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, None]] = {}  # with the ops in order
     for plan in result.plans:
         for step in plan.without_kernel:
             why = step.nearest_miss.reason if step.nearest_miss is not None else "no fused kernel"
-            ops = found.setdefault(why, [])
-            ops += [op for op in step.ops if op not in ops]
+            found.setdefault(why, {}).update(dict.fromkeys(step.ops))
     for group in result.groups:
         for title in group.explanation.modules if group.explanation is not None else ():
             label, kind, why = title.removeprefix("module ").split(": ", 2)
-            ops = found.setdefault(f"no fused kernel ({why})", [])
-            ops += [op for op in [f"{label}.{kind}"] if op not in ops]
-    return found
+            found.setdefault(f"no fused kernel ({why})", {})[f"{label}.{kind}"] = None
+    return {why: list(ops) for why, ops in found.items()}
 
 
 def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
@@ -316,25 +271,19 @@ def _checked(options: ExplainOptions, result: ModelExplanation) -> int:
     except FusionError as error:
         print(f"fusedmoe explain: {error}", file=sys.stderr)
         return 1
-    for why, ops in _without_kernel(result).items():
+    without = _without_kernel(result)
+    for why, ops in without.items():
         print(f"strict: fusion not required for {', '.join(ops)}: {why}", file=sys.stderr)
-    fused = "everything else" if _without_kernel(result) else "everything"
-    print(f"strict: {fused} is fused", file=sys.stderr)
+    print(f"strict: everything{' else' if without else ''} is fused", file=sys.stderr)
     return 0
 
 
 def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplanation) -> str:
-    groups = [
-        {
-            "names": group.names,
-            "class": group.kind,
-            "note": group.note,
-            "router": group.router,
-            "modules": group.explanation.modules if group.explanation is not None else (),
-            "plans": [_plan(plan) for plan in (group.explanation.plans if group.explanation is not None else ())],
-        }
-        for group in result.groups
-    ]
+    groups = []
+    for group in result.groups:
+        of_group = {"names": group.names, "class": group.kind, "note": group.note, "router": group.router}
+        modules, plans = ((), ()) if group.explanation is None else (group.explanation.modules, group.explanation.plans)
+        groups.append({**of_group, "modules": modules, "plans": [_plan(plan) for plan in plans]})
     found = {
         "model": title,
         "arch": arch,

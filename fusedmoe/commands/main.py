@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.commands.options import add_arguments
 from fusedmoe.version import __version__
 
 
@@ -24,8 +25,9 @@ class Command(NamedTuple):
     """The texts of a subcommand.
 
     The module ``fusedmoe.commands.<name>``, or ``fusedmoe.commands.<name>.command`` if the subcommand has a folder,
-    defines ``add_arguments(parser)`` and ``run(options)``, which returns the exit status. ``options`` is an instance of
-    the module's class ``<Name>Options`` if it has one, else the namespace.
+    defines ``run(options)``, which returns the exit status, or raises `InputError` for wrong options. ``options`` is an
+    instance of the module's class ``<Name>Options``. If it has none, it is the namespace, and the module defines
+    ``add_arguments(parser)``.
     """
 
     help: str
@@ -149,13 +151,16 @@ def _run(name: str, parser: Parser, arguments: list[str]) -> int:
         module = importlib.import_module(f"fusedmoe.commands.{name}.command")  # for cost: imports one subcommand
     else:
         module = importlib.import_module(f"fusedmoe.commands.{name}")  # for cost, too
-    module.add_arguments(parser)
+    make_options = getattr(module, f"{name.capitalize()}Options", None)
+    if make_options is None:
+        module.add_arguments(parser)
+    else:
+        add_arguments(parser, make_options)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.refuse(unknown)
-    make_options = getattr(module, f"{name.capitalize()}Options", argparse.Namespace)
     try:
-        status: int = module.run(make_options(**vars(namespace)))
+        status: int = module.run((make_options or argparse.Namespace)(**vars(namespace)))
     except InputError as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -24,17 +24,13 @@ FLUSH_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class CallTime:
-    """Time of one call: on the device in milliseconds, and of the Python call in microseconds.
-
-    ``host_idle_us`` is measured while the GPU is idle, ``host_queued_us`` while it is busy: the latter reveals calls
-    that synchronise. On a CPU both equal the median. ``quartiles_ms`` are the first and the third quartile.
-    """
+    """Time of one call: on the device in milliseconds, and of the Python call in microseconds."""
 
     median_ms: float
     least_ms: float
-    host_idle_us: float
-    host_queued_us: float
-    quartiles_ms: tuple[float, float] = (math.nan, math.nan)
+    host_idle_us: float  # while the GPU is idle; on a CPU this and the next equal the median
+    host_queued_us: float  # while the GPU is busy, which reveals calls that synchronise
+    quartiles_ms: tuple[float, float] = (math.nan, math.nan)  # the first and the third
 
 
 def call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> CallTime:
@@ -43,11 +39,23 @@ def call_time(ms: list[float], host_idle_us: float, host_queued_us: float) -> Ca
     return CallTime(median, min(ms), host_idle_us, host_queued_us, (low, high))
 
 
+Calls: TypeAlias = "dict[str, Callable[[], object]]"
+
+
 class Timer(Protocol):
     """A timer of the benchmarks."""
 
-    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
+    def measure(self, variants: Calls) -> dict[str, CallTime]:
         """Time the variants, interleaved: A B A B ..."""
+
+
+def _interleaved(variants: Calls, reps: int, ms: Callable[[str], float]) -> dict[str, list[float]]:
+    """Return the times of each variant, ``ms(name)`` at a time."""
+    taken: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(reps):
+        for name in variants:
+            taken[name].append(ms(name))
+    return taken
 
 
 class CpuTimer:
@@ -56,77 +64,47 @@ class CpuTimer:
     def __init__(self, reps: int = 10) -> None:
         self.reps = reps
 
-    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
+    def measure(self, variants: Calls) -> dict[str, CallTime]:
         for call in variants.values():
             call()
-        taken: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(self.reps):
-            for name, call in variants.items():
-                start = time.perf_counter()
-                call()
-                taken[name].append((time.perf_counter() - start) * 1e3)
-        times = {}
-        for name, ms in taken.items():
-            host_us = statistics.median(ms) * 1e3
-            times[name] = call_time(ms, host_us, host_us)
-        return times
+        taken = _interleaved(variants, self.reps, lambda name: _host_us(variants[name]) / 1e3)
+        return {name: call_time(ms, *[statistics.median(ms) * 1e3] * 2) for name, ms in taken.items()}
 
 
 class GpuTimer:
-    """Time of calls on a GPU; see the docstring of the module.
-
-    Parameters
-    ----------
-    reps
-        Timed calls per variant.
-    host_reps
-        Calls per variant for each of the two host times.
-    """
+    """Time of calls on a GPU, ``reps`` per variant, and ``host_reps`` for each of the two host times."""
 
     def __init__(self, device: torch.device, reps: int = 30, host_reps: int = 10) -> None:
         self.device, self.reps, self.host_reps = device, reps, host_reps
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self._cycles_per_us = self._calibrate()
 
-    def measure(self, variants: dict[str, Callable[[], object]]) -> dict[str, CallTime]:
+    def measure(self, variants: Calls) -> dict[str, CallTime]:
         for call in variants.values():
             call()  # compiles and allocates
         idle = {name: self._host_idle_us(call) for name, call in variants.items()}
         queued = {name: self._host_queued_us(call, idle[name]) for name, call in variants.items()}
-        taken: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(self.reps):
-            for name, call in variants.items():
-                taken[name].append(self._gpu_ms(call, max(idle[name], queued[name])))
+        most = {name: max(idle[name], queued[name]) for name in variants}
+        taken = _interleaved(variants, self.reps, lambda name: self._gpu_ms(variants[name], most[name]))
         return {name: call_time(ms, idle[name], queued[name]) for name, ms in taken.items()}
 
     def _gpu_ms(self, call: Callable[[], object], host_us: float) -> float:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(self.device)
         self._flush.zero_()
         self._spin(100 + 2 * min(host_us, 10_000))  # bounded: the host time of a call that synchronises includes it
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
+        return _event_ms(call)
 
     def _host_idle_us(self, call: Callable[[], object]) -> float:
         taken = []
         for _ in range(self.host_reps):
             torch.cuda.synchronize(self.device)
-            start = time.perf_counter()
-            call()
-            taken.append((time.perf_counter() - start) * 1e6)
+            taken.append(_host_us(call))
         return statistics.median(taken)
 
     def _host_queued_us(self, call: Callable[[], object], idle_us: float) -> float:
         torch.cuda.synchronize(self.device)
         self._spin(min(2 * self.host_reps * idle_us, 100_000))
-        taken = []
-        for _ in range(self.host_reps):
-            start = time.perf_counter()
-            call()
-            taken.append((time.perf_counter() - start) * 1e6)
+        taken = [_host_us(call) for _ in range(self.host_reps)]
         torch.cuda.synchronize(self.device)
         return statistics.median(taken)
 
@@ -135,15 +113,23 @@ class GpuTimer:
 
     def _calibrate(self) -> float:
         """Return the cycles of `torch.cuda._sleep` per microsecond."""
-        cycles, best = 10_000_000, float("inf")
-        for _ in range(3):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            torch.cuda._sleep(cycles)
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 1e3)
-        return cycles / best
+        cycles = 10_000_000
+        return cycles / min(_event_ms(lambda: torch.cuda._sleep(cycles)) * 1e3 for _ in range(3))
+
+
+def _host_us(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _event_ms(call: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
 
 
 def times_of(timer: Timer, calls: dict[str, Callable[[], Any]], notes: dict[str, str | None]) -> dict[str, CallTime]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -11,31 +10,31 @@ from pathlib import Path
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.progress import counted
-from fusedmoe.commands.sizes import required_sizes
+from fusedmoe.commands.options import option, required_sizes
 from fusedmoe.kernels.build import cache, toolkit
 from fusedmoe.kernels.sm90.limits import why_not_width
 from fusedmoe.kernels.sm90.tiles import choice, tuned, tuning
 from fusedmoe.kernels.sm90.tiles.config import TileConfig
 from fusedmoe.kernels.sm90.tiles.tuning import Measure, Mlp, Product
 
-__all__ = ["Gpu", "TuneOptions", "add_arguments", "find_gpu", "run"]
+__all__ = ["Gpu", "TuneOptions", "find_gpu", "run"]
 
 SIZES = ("hidden", "intermediate", "experts", "rows")
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The options of the command; see its help."""
+    """The options of the command."""
 
-    hidden: int | None = None
-    intermediate: int | None = None
-    experts: int | None = None
-    rows: int | None = None
-    top_k: int = 1
-    activation: str = "swiglu"
-    dtype: str = "bf16"
-    reps: int = 30
-    clear: bool = False
+    hidden: int | None = option(None, "features per token", "H")
+    intermediate: int | None = option(None, "intermediate features per expert", "I")
+    experts: int | None = option(None, "experts on this GPU", "E")
+    rows: int | None = option(None, "rows in total: tokens x chosen experts per token", "R")
+    top_k: int = option(1, "chosen experts per token (default: %(default)s)", "K")
+    activation: str = option("swiglu", "(default: %(default)s)", choices=tuple(tuning.ACTIVATIONS))
+    dtype: str = option("bf16", "(default: %(default)s)", choices=("bf16", "fp16"))
+    reps: int = option(30, "timed calls per tile (default: %(default)s)", "N")
+    clear: bool = option(False, "delete the measurements of this machine")
 
 
 @dataclass(frozen=True)
@@ -50,31 +49,8 @@ class NoGpuError(Exception):
     """The machine has no GPU to measure on; the message has the reason."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
-    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
-    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
-    parser.add_argument("--experts", metavar="E", type=int, help="experts on this GPU")
-    parser.add_argument("--rows", metavar="R", type=int, help="rows in total: tokens x chosen experts per token")
-    parser.add_argument(
-        "--top-k", metavar="K", type=int, default=1, help="chosen experts per token (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--activation", choices=tuple(tuning.ACTIVATIONS), default="swiglu", help="(default: %(default)s)"
-    )
-    parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16", help="(default: %(default)s)")
-    parser.add_argument("--reps", metavar="N", type=int, default=30, help="timed calls per tile (default: %(default)s)")
-    parser.add_argument("--clear", action="store_true", help="delete the measurements of this machine")
-
-
 def run(options: TuneOptions, measure: Measure = tuning.measure, gpu: Gpu | None = None) -> int:
-    """Measure, print and save; return the exit status. ``gpu`` defaults to the current one.
-
-    Raises
-    ------
-    fusedmoe.InputError
-        An option is missing or invalid.
-    """
+    """Measure, print and save; return the exit status. ``gpu`` defaults to the current one."""
     if options.clear:
         if any(getattr(options, name) is not None for name in SIZES):
             raise InputError("--clear: expected without sizes")
@@ -122,10 +98,7 @@ def _mlp(options: TuneOptions) -> Mlp:
         reason = why_not_width(f"--{name}", sizes[name])
         if reason is not None:
             raise InputError(reason)
-    if options.reps < 1:
-        raise InputError(f"--reps {options.reps}: must be 1 or more")
-    if options.top_k < 1:
-        raise InputError(f"--top-k {options.top_k}: must be 1 or more")
+    required_sizes(options, ("reps", "top_k"))
     return Mlp(**sizes, activation=options.activation, dtype=options.dtype, top_k=options.top_k)
 
 

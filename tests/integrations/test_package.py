@@ -21,6 +21,7 @@ markdown_it = pytest.importorskip("markdown_it", reason="reads the README as PyP
 ROOT = Path(__file__).parents[2]
 REPOSITORY = "https://github.com/fusedmoe/fusedmoe"
 EXTRAS = {"blackwell", "cu13", "demo", "dev", "docs", "te", "test", "transformers"}
+SUFFIXES = (".md", ".py")
 NAMED_EXTRA = re.compile(r"""(?:fusedmoe|["']\.)\[([a-z0-9,]+)\]""")  # fusedmoe[te], ".[transformers]"
 
 
@@ -70,23 +71,18 @@ def test_the_sdist_holds_what_building_and_testing_takes(built):
     assert "tests/integrations/test_package.py" in names
 
 
-def test_urls(metadata):
-    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
-    assert urls.keys() >= {"Homepage", "Documentation", "Changelog", "Issues"}
-    assert all(url.startswith(REPOSITORY) for url in urls.values())
-    for url in urls.values():
-        if "/blob/main/" in url:
-            assert (ROOT / url.partition("/blob/main/")[2]).is_file(), url
-
-
-def test_name_version_and_python(metadata):
+def test_metadata(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("fusedmoe", fusedmoe.__version__)
     assert metadata["Requires-Python"] == ">=3.10"
-
-
-def test_torch_is_bounded_to_versions_that_are_tested(metadata):
     requirements = [line.partition(";")[0].strip() for line in metadata.get_all("Requires-Dist")]
     assert "torch<2.16,>=2.11" in requirements
+    assert set(metadata.get_all("Provides-Extra")) == EXTRAS
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls.keys() >= {"Homepage", "Documentation", "Changelog", "Issues"}
+    for url in urls.values():
+        assert url.startswith(REPOSITORY)
+        if "/blob/main/" in url:
+            assert (ROOT / url.partition("/blob/main/")[2]).is_file(), url
 
 
 def test_the_readme_is_the_description_with_links_that_lead_somewhere(metadata):
@@ -99,9 +95,6 @@ def test_the_readme_is_the_description_with_links_that_lead_somewhere(metadata):
             kind, branch, path = target[len(REPOSITORY) + 1 :].split("/", 2)
             assert (kind in ("blob", "raw"), branch) == (True, "main"), target
             assert (ROOT / path.partition("#")[0]).exists(), target
-
-
-def test_only_links_differ_between_the_readme_and_the_description(metadata):
     back = re.sub(rf"\({re.escape(REPOSITORY)}/(?:blob|raw)/main/", "(", description(metadata))
     assert back.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
 
@@ -117,21 +110,13 @@ def test_links_of_other_kinds_stay(monkeypatch):
     )
 
 
-def test_extras(metadata):
-    assert set(metadata.get_all("Provides-Extra")) == EXTRAS
-
-
 @pytest.mark.parametrize("folder", ["README.md", "docs", "examples", "fusedmoe"])
 def test_every_extra_that_is_named_exists(folder):
     files = (
-        [ROOT / folder] if folder.endswith(".md") else [*(ROOT / folder).rglob("*.md"), *(ROOT / folder).rglob("*.py")]
+        [ROOT / folder] if folder.endswith(".md") else [f for f in (ROOT / folder).rglob("*.*") if f.suffix in SUFFIXES]
     )
-    named = {
-        extra
-        for file in files
-        for names in NAMED_EXTRA.findall(file.read_text(encoding="utf-8"))
-        for extra in names.split(",")
-    }
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    named = {extra for text in texts for names in NAMED_EXTRA.findall(text) for extra in names.split(",")}
     assert named <= EXTRAS
     if folder in ("README.md", "docs"):
         assert "transformers" in named

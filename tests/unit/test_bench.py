@@ -1,12 +1,14 @@
 """`fusedmoe bench`: every candidate does the same work, is checked, and is reported with what was measured."""
 
 import functools
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from kit.timers import CountingTimer
 
 import fusedmoe
 from fusedmoe.base.errors import InputError
@@ -15,22 +17,12 @@ from fusedmoe.commands.bench import command as bench_cli
 from fusedmoe.commands.bench import layer, measure
 from fusedmoe.commands.bench.layer import Peer, Reference, Sizes, Work
 from fusedmoe.commands.main import main
-from fusedmoe.commands.timing import CallTime
 from fusedmoe.numerics.recipes import resolve
 from fusedmoe.ops.glu import ACTIVATIONS
 
 CPU = torch.device("cpu")
 SIZES = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}
 ARGUMENTS = [part for name, size in SIZES.items() for part in (f"--{name.replace('_', '-')}", str(size))]
-
-
-class CountingTimer:
-    """The n-th variant takes n ms; each is called once."""
-
-    def measure(self, variants):
-        for call in variants.values():
-            call()
-        return {name: CallTime(n, n, 10.0, 20.0, (n - 0.5, n + 0.5)) for n, name in enumerate(variants, start=1)}
 
 
 def work(activation="swiglu", dtype=torch.float32, recipe="bf16", **sizes):
@@ -65,17 +57,17 @@ def test_the_compiled_candidate_is_one_graph(monkeypatch):
     assert worst_error(layer.torch_compiled(w), w) < 0.02
 
 
-@pytest.mark.parametrize("name", ["torch_grouped", "torch_loop"])
-def test_all_gradients_are_those_of_ours(name):
+def test_all_gradients_are_those_of_ours():
     """The reference knows a sample; between candidates everything is compared, the router too."""
     w = work()
     results = []
-    for candidate in (layer.ours(w), getattr(layer, name)(w)):
+    for candidate in (layer.ours(w), layer.torch_grouped(w), layer.torch_loop(w)):
         y = candidate.forward()
         results.append((y, *torch.autograd.grad(y, candidate.leaves, w.dy)))
-    for a, b in zip(*results, strict=True):
-        assert b.any()
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for a, *others in zip(*results, strict=True):
+        for b in others:
+            assert b.any()
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_operations_of_a_layer():
@@ -84,15 +76,6 @@ def test_the_operations_of_a_layer():
 
 
 # -- what is wrong is not timed
-
-
-def changed(change):
-    """Plain torch with leaves or a result that were changed."""
-
-    def prepare(w):
-        return change(w, layer.torch_loop(w))
-
-    return Peer("changed", prepare)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +90,7 @@ def changed(change):
     ids=["a percent off", "zeros", "nan", "order of rows"],
 )
 def test_a_wrong_candidate_is_named_and_not_timed(change):
-    rows = rows_of(work(), changed(change), Peer("fusedmoe", layer.ours))
+    rows = rows_of(work(), Peer("changed", lambda w: change(w, layer.torch_loop(w))), Peer("fusedmoe", layer.ours))
     wrong, right = rows[:2]
     assert wrong.note.startswith("wrong: relative error ")
     assert wrong.ms is None
@@ -156,13 +139,8 @@ def test_an_exception_of_a_peer_is_its_note():
     assert step.tflops == pytest.approx(3 * loop.tflops)
     text = measure.lines(rows)
     assert text[0].split() == ["inference", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
-    assert next(line for line in text if "torch loop" in line).split()[2:7] == [
-        "2.000",
-        "1.500",
-        "to",
-        "2.500",
-        "2.00x",
-    ]
+    line = next(line for line in text if "torch loop" in line)
+    assert line.split()[2:7] == ["2.000", "1.500", "to", "2.500", "2.00x"]
 
 
 def test_the_clock_of_a_cpu():
@@ -197,11 +175,8 @@ def test_the_command_prints_json(capsys):
     assert found["versions"]["torch"]
     spread = found["rows_per_expert"]
     assert spread["least"] <= spread["median"] <= spread["most"]
-    assert {(row["case"], row["name"]) for row in found["rows"]} == {
-        (case, name)
-        for case in ("inference", "forward", "forward + backward")
-        for name in ("fusedmoe", "torch grouped_mm", "torch loop")
-    }
+    names = ("fusedmoe", "torch grouped_mm", "torch loop")
+    assert [(row["case"], row["name"]) for row in found["rows"]] == [*itertools.product(measure.CASES, names)]
     assert all(row["ms"] > 0 for row in found["rows"])
 
 
@@ -242,17 +217,6 @@ def test_the_package_has_no_benchmarks_and_no_peers():
             assert not re.search(rf"^\s*(import|from) {other}\b", text, re.MULTILINE), file
 
 
-@pytest.mark.parametrize(("device", "memory"), [("cuda", "GPU"), ("cpu", "machine")])
-def test_out_of_memory_says_what_to_do(device, memory, monkeypatch):
-    def full(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(bench_cli, "Work", full)
-    monkeypatch.setattr(bench_cli, "_device", lambda options: torch.device(device))
-    with pytest.raises(InputError, match=f"do not fit into the memory of the {memory}: choose smaller ones"):
-        bench_cli.run(bench_cli.BenchOptions(**SIZES))
-
-
 @pytest.mark.parametrize("hidden", [1 << 44, 1 << 62, 1 << 63], ids=["memory", "bytes", "an integer"])
 def test_sizes_beyond_the_memory_of_a_cpu_are_one_line(hidden, capsys):
     with pytest.raises(SystemExit) as ended:
@@ -262,13 +226,18 @@ def test_sizes_beyond_the_memory_of_a_cpu_are_one_line(hidden, capsys):
     assert "these sizes do not fit into the memory of the machine: choose smaller ones" in line
 
 
-def test_other_errors_are_no_lack_of_memory(monkeypatch):
-    def broken(*arguments):
-        raise RuntimeError("a bug")
+def test_errors_of_memory_and_others(monkeypatch):
+    def fails(*arguments):
+        raise error
 
-    monkeypatch.setattr(bench_cli, "Work", broken)
+    monkeypatch.setattr(bench_cli, "Work", fails)
+    monkeypatch.setattr(bench_cli, "_device", lambda options: torch.device("cuda"))
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(InputError, match="do not fit into the memory of the GPU: choose smaller ones"):
+        bench_cli.run(bench_cli.BenchOptions(**SIZES))
+    error = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        bench_cli.run(bench_cli.BenchOptions(**SIZES, device="cpu"))
+        bench_cli.run(bench_cli.BenchOptions(**SIZES))
 
 
 @pytest.mark.usefixtures("builtin_rules")

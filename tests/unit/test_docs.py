@@ -26,10 +26,6 @@ def blocks(page: Path) -> list[tuple[int, str, str]]:
     return [(text.count("\n", 0, m.start("code")) + 1, m["info"].strip(), m["code"]) for m in BLOCK.finditer(text)]
 
 
-def test_there_are_pages():
-    assert {"README.md", "composing.md", "recipes.md"} <= {page.name for page in PAGES}
-
-
 @pytest.mark.usefixtures("builtin_rules")
 @pytest.mark.parametrize("document", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_code_blocks_run(document, tmp_path, monkeypatch, capsys):
@@ -73,37 +69,42 @@ def explained(recipe):
 
 
 @pytest.mark.usefixtures("builtin_rules")
-def test_the_picture_shows_the_plan_for_hopper():
+def test_the_pictures_show_the_plans_for_hopper():
     figure = drawing("plan")
     steps, experts = explained("bf16")
     assert [(s.direction, s.ops, s.rule) for s in steps] == [s[:3] for s in figure.STEPS]
     named = [type(op).__name__ + ('("probs")' if isinstance(op, fm.Scale) else "") for op in experts]
     assert named == list(figure.OPS)
-
-
-@pytest.mark.usefixtures("builtin_rules")
-def test_the_picture_of_fp8_shows_the_kernels_of_the_plan():
     steps, _ = explained("fp8_block")
     of_plan = sorted(step.rule for step in steps if step.rule != "sm90.quantize_weight")
     assert sorted(kernel.rule for kernel in drawing("fp8").KERNELS.values()) == of_plan
 
 
-def test_the_benchmark_page_is_written_from_the_result_files():
-    assert page.PAGE.read_text(encoding="utf-8") == page.render()
-
-
-def test_the_page_of_expert_parallelism_at_scale_is_written_from_the_model():
+@pytest.mark.parametrize(
+    ("written", "render"),
+    [
+        (page.PAGE, page.render),
+        (page.SCALE, page.render_scale),
+        (page.FP8_PAGE, page.render_fp8),
+        (page.RECIPES_PAGE, page.render_recipes),
+    ],
+    ids=["benchmarks", "expert parallelism at scale", "fp8", "recipes"],
+)
+def test_pages_are_written_from_the_result_files(written, render):
     pytest.importorskip("tomllib")
-    assert page.SCALE.read_text(encoding="utf-8") == page.render_scale()
+    assert written.read_text(encoding="utf-8") == render()
 
 
-def test_the_figures_of_fp8_are_those_of_the_result_files():
-    assert page.FP8_PAGE.read_text(encoding="utf-8") == page.render_fp8()
+def result(name):
+    return json.loads((page.RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def words(document):
+    return " ".join((ROOT / "docs" / document).read_text(encoding="utf-8").split())
 
 
 def test_the_figures_of_the_tour_are_those_of_the_result_files():
-    text = " ".join((ROOT / "docs" / "index.md").read_text(encoding="utf-8").split())
-    results = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
+    text, results = words("index.md"), result("transformers")
     step = {
         (m["part"], m["implementation"]): m
         for m in results["measured"]
@@ -115,19 +116,13 @@ def test_the_figures_of_the_tour_are_those_of_the_result_files():
     assert f"({layers} times {moe['ms']:.1f} of {stack['ms']:.0f} ms" in text
     assert f"{moe['kept_gib']:.2f} GiB per layer in the example above, and {ours['kept_gib']:.2f} GiB with" in text
     assert f"in {ours['ms']:.1f} ms instead of {moe['ms']:.1f} ms" in text
-    kernels = json.loads((page.RESULTS / "kernels.json").read_text(encoding="utf-8"))
-    rows = next(shape["rows"] for shape in kernels["shapes"] if shape["name"] == "qwen3-30b-a3b")
+    rows = next(shape["rows"] for shape in result("kernels")["shapes"] if shape["name"] == "qwen3-30b-a3b")
     ms = {row["peer"]: row["ms"] for row in rows if row["case"] == "FC2 dgrad + dSwiGLU"}
     assert f"take {ms['torch eager']:.1f} ms. One fused kernel takes [{ms['fusedmoe']:.1f} ms]" in text
 
 
-def test_the_tables_of_which_recipe_are_those_of_the_result_file():
-    assert page.RECIPES_PAGE.read_text(encoding="utf-8") == page.render_recipes()
-
-
 def test_the_figures_of_which_recipe_are_those_of_the_result_files():
-    text = " ".join(page.RECIPES_PAGE.read_text(encoding="utf-8").split())
-    mlp = json.loads((page.RESULTS / "mlp.json").read_text(encoding="utf-8"))
+    text, mlp, stack = words("recipes.md"), result("mlp"), result("transformers")
     means = mlp["geometric_mean_speedups"]["forward + backward"]
     eager, compiled = means["torch eager"], means["torch compiled"]
     assert eager["shapes"] == compiled["shapes"] == 9
@@ -135,7 +130,6 @@ def test_the_figures_of_which_recipe_are_those_of_the_result_files():
     rows = next(shape["rows"] for shape in mlp["shapes"] if shape["name"] == "qwen3-30b-a3b")
     (forward,) = (row["ms"] for row in rows if (row["peer"], row["case"]) == ("fusedmoe", "forward"))
     assert f"{forward:.1f} ms for `qwen3-30b-a3b` on an H100" in text
-    stack = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
     measured = {(m["part"], m["case"], m["implementation"]): m for m in stack["measured"] if not m["compiled"]}
     kept = [measured["MoE part", "forward + backward", name]["kept_gib"] for name in ("fusedmoe", "grouped_mm")]
     assert f"{kept[0]:.2f} instead of {kept[1]:.2f} GiB per layer for {stack['tokens']} tokens" in text
@@ -144,21 +138,16 @@ def test_the_figures_of_which_recipe_are_those_of_the_result_files():
 
 
 def test_the_times_in_transformers_are_those_of_the_result_file():
-    results = json.loads((page.RESULTS / "transformers.json").read_text(encoding="utf-8"))
     ms = {
         (m["implementation"], m["compiled"]): m["ms"]
-        for m in results["measured"]
+        for m in result("transformers")["measured"]
         if (m["part"], m["case"]) == ("MoE part", "forward + backward")
     }
-    text = " ".join((ROOT / "docs" / "transformers.md").read_text(encoding="utf-8").split())
-    plain = f"{ms['fusedmoe', False]:.1f} ms, and {ms['grouped_mm', False]:.1f} ms with `grouped_mm`"
-    compiled = (
-        f"Compiled, it takes {ms['fusedmoe', True]:.1f} ms, and {ms['grouped_mm', True]:.1f} ms with `grouped_mm`"
-    )
-    assert plain in text
-    assert compiled in text
-    for is_compiled in (False, True):  # what the project sets out for
-        assert ms["grouped_mm", is_compiled] >= 1.3 * ms["fusedmoe", is_compiled]
+    text = words("transformers.md")
+    for is_compiled, before in ((False, ""), (True, "Compiled, it takes ")):
+        ours, theirs = ms["fusedmoe", is_compiled], ms["grouped_mm", is_compiled]
+        assert f"{before}{ours:.1f} ms, and {theirs:.1f} ms with `grouped_mm`" in text
+        assert theirs >= 1.3 * ours  # the aim of the project
 
 
 def test_the_comparison_of_recipes_is_that_of_the_result_files():

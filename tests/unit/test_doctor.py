@@ -16,18 +16,15 @@ from fusedmoe.commands import doctor as module
 from fusedmoe.commands.doctor import Fact, Gpu, Kernel, Report
 from fusedmoe.commands.main import main
 
-HOPPER = Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132)
-
 
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with a CUDA build of torch and the GPUs that the test names, by compute capability."""
 
     def make(*capabilities, init=lambda: None):
+        memory = {"total_memory": 80 * 2**30, "multi_processor_count": 132}
         devices = [
-            SimpleNamespace(
-                name=f"GPU {i}", major=major, minor=minor, total_memory=80 * 2**30, multi_processor_count=132
-            )
+            SimpleNamespace(name=f"GPU {i}", major=major, minor=minor, **memory)
             for i, (major, minor) in enumerate(capabilities)
         ]
         monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -51,8 +48,7 @@ def test_cpu_build(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(torch.version, "hip", None)
     report = module.doctor()
-    assert report.gpus == ()
-    assert report.no_gpu == f"torch {torch.__version__} is built for the CPU only"
+    assert (report.gpus, report.no_gpu) == ((), f"torch {torch.__version__} is built for the CPU only")
     assert values(report.software)["torch's runtime"] == "CPU only"
     assert [kernel.available for kernel in report.kernels] == [True, False]
 
@@ -60,21 +56,17 @@ def test_cpu_build(monkeypatch):
 def test_each_gpu_is_listed_and_each_architecture_once(machine):
     machine((9, 0), (9, 0), (8, 0))
     report = module.doctor()
-    assert [(gpu.index, gpu.arch, gpu.memory_gib, gpu.sms) for gpu in report.gpus] == [
-        (0, "sm_90", 80.0, 132),
-        (1, "sm_90", 80.0, 132),
-        (2, "sm_80", 80.0, 132),
-    ]
+    found = [(gpu.index, gpu.arch, gpu.memory_gib, gpu.sms) for gpu in report.gpus]
+    assert found == [(0, "sm_90", 80.0, 132), (1, "sm_90", 80.0, 132), (2, "sm_80", 80.0, 132)]
     assert report.no_gpu is None
-    names = [kernel.name for kernel in report.kernels]
-    assert names == [
-        "torch grouped GEMM, cpu",
-        "torch grouped GEMM, sm_80",
-        "torch FP8 grouped GEMM, sm_80",
-        "torch grouped GEMM, sm_90",
-        "torch FP8 grouped GEMM, sm_90",
-        "fused kernels",
-    ]
+    assert {kernel.name: kernel.available for kernel in report.kernels} == {
+        "torch grouped GEMM, cpu": True,
+        "torch grouped GEMM, sm_80": False,
+        "torch FP8 grouped GEMM, sm_80": False,
+        "torch grouped GEMM, sm_90": True,
+        "torch FP8 grouped GEMM, sm_90": True,
+        "fused kernels": False,
+    }
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -84,39 +76,29 @@ def test_every_built_in_rule_is_listed(machine, monkeypatch):
     machine((9, 0))
     kernels = {kernel.name: kernel for kernel in module.doctor().kernels if kernel.name.startswith("sm90.")}
     assert kernels.keys() == {rule.name for rule in BUILTIN if rule.name.startswith("sm90.")}
-    assert len(kernels) >= 19
     assert all(kernel.available for kernel in kernels.values())
     assert kernels["sm90.grouped_wgrad"].note == "backward, a fusion rule"
     monkeypatch.setattr(module, "arch_of", lambda device: 100)
-    for kernel in module.doctor().kernels:
-        if kernel.name.startswith("sm90."):
-            assert (kernel.available, kernel.note) == (False, "needs an sm_90 GPU, this one is sm_100")
+    others = {(k.available, k.note) for k in module.doctor().kernels if k.name.startswith("sm90.")}
+    assert others == {(False, "needs an sm_90 GPU, this one is sm_100")}
 
 
-def test_grouped_gemm_is_available_where_it_runs_on_the_device(machine):
-    machine((8, 0), (9, 0))
-    available = {kernel.name: kernel.available for kernel in module.doctor().kernels}
-    assert available["torch grouped GEMM, sm_80"] is False
-    assert available["torch grouped GEMM, sm_90"] is True
-    assert available["torch FP8 grouped GEMM, sm_80"] is False
-    assert available["torch FP8 grouped GEMM, sm_90"] is True
+def too_old():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
 
 
-def test_no_device_visible(machine):
-    machine()
+@pytest.mark.parametrize(
+    ("capabilities", "init", "said"),
+    [
+        ((), lambda: None, "torch sees no device: check the driver and CUDA_VISIBLE_DEVICES"),
+        (((9, 0),), too_old, "The NVIDIA driver on your system is too old (found version 11040)."),
+    ],
+    ids=["no device", "driver"],
+)
+def test_no_gpu(machine, capabilities, init, said):
+    machine(*capabilities, init=init)
     report = module.doctor()
-    assert report.gpus == ()
-    assert "CUDA_VISIBLE_DEVICES" in report.no_gpu
-
-
-def test_broken_driver_is_reported_in_torchs_words(machine):
-    def init():
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
-
-    machine((9, 0), init=init)
-    report = module.doctor()
-    assert report.gpus == ()
-    assert report.no_gpu == "The NVIDIA driver on your system is too old (found version 11040)."
+    assert (report.gpus, report.no_gpu) == ((), said)
 
 
 def test_driver_version_comes_from_nvidia_smi(monkeypatch):
@@ -125,12 +107,9 @@ def test_driver_version_comes_from_nvidia_smi(monkeypatch):
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
     assert module.driver() == "580.65.06"
 
-
-def test_failing_nvidia_smi_is_a_line_not_a_crash(monkeypatch):
     def run(*args, **kwargs):
         raise subprocess.CalledProcessError(9, "nvidia-smi")
 
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(module.subprocess, "run", run)
     assert module.driver().startswith("nvidia-smi failed: ")
 
@@ -141,11 +120,8 @@ def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
 
     monkeypatch.setattr(module.metadata, "version", version)
     packages = values(module.doctor().packages)
-    assert packages["transformer-engine"] == (
-        "not installed: pip install 'fusedmoe[te]' (in a checkout: pip install '.[te]')"
-    )
-    assert "fusedmoe[transformers]" in packages["transformers"]
-    assert packages["apache-tvm-ffi"] == "not installed"
+    missing = "not installed: pip install 'fusedmoe[te]' (in a checkout: pip install '.[te]')"
+    assert (packages["transformer-engine"], packages["apache-tvm-ffi"]) == (missing, "not installed")
 
 
 def test_environment_shows_what_changes_the_run(monkeypatch):
@@ -161,7 +137,7 @@ def test_text_is_aligned_and_has_no_trailing_blanks():
         software=(Fact("torch", "2.13.0"),),
         packages=(Fact("einops", "0.8.2"),),
         environment=(),
-        gpus=(HOPPER,),
+        gpus=(Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132),),
         no_gpu=None,
         kernels=(Kernel("quick", True, "on the device"), Kernel("quicker", False, "needs sm_100")),
     )
@@ -184,15 +160,10 @@ def test_text_is_aligned_and_has_no_trailing_blanks():
     ]
 
 
-def test_main_prints_the_text(capsys):
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert out == f"{module.doctor()}\n"
-    assert torch.__version__ in out
-
-
-def test_main_prints_json(capsys, machine):
+def test_text_and_json(capsys, machine):
     machine((9, 0))
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == f"{module.doctor()}\n"
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"][0]["arch"] == "sm_90"
@@ -200,24 +171,9 @@ def test_main_prints_json(capsys, machine):
     assert [kernel["available"] for kernel in report["kernels"]] == [True, True, True, False]
 
 
-def test_unknown_option_is_refused(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        main(["doctor", "--yaml"])
-    assert exit_.value.code == 2
-    assert "--yaml" in capsys.readouterr().err
-
-
-def test_it_imports_no_cute_dsl():
-    code = (
-        "import sys; from fusedmoe.commands.main import main; main(['doctor']); "
-        "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
-
-
 @pytest.mark.slow
 def test_packages_with_broken_rules_are_listed_and_everything_else_is_there(tmp_path):
-    """A process of its own, with installed packages whose entry points fail."""
+    """A process of its own, with installed packages whose entry points fail; it does not import the CuTe DSL."""
     bodies = {"exits": "import sys; sys.exit('bye')", "imports": "import no_such_module", "counts": "RULES = 3"}
     for name, body in bodies.items():
         (tmp_path / f"rules_{name}.py").write_text(body)
@@ -227,18 +183,16 @@ def test_packages_with_broken_rules_are_listed_and_everything_else_is_there(tmp_
         (info / "entry_points.txt").write_text(f"[fusedmoe.fusions]\nsome = rules_{name}:RULES\n")
     path = os.pathsep.join([str(tmp_path), str(Path(fusedmoe.__file__).parents[1])])
     environment = os.environ | {"PYTHONPATH": path, "FUSEDMOE_DISABLE": "*"}
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "fusedmoe", "doctor", *arguments], env=environment, capture_output=True, text=True,
-            timeout=300, check=False,
-        )  # fmt: skip
-
-    done = run("--json")
+    code = (
+        "import sys; from fusedmoe.commands.main import main; main(['doctor', '--json']); main(['doctor']); "
+        "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    report, end = json.JSONDecoder().raw_decode(done.stdout)
+    text = done.stdout[end:]
     broken = {entry["name"]: entry["value"] for entry in report["broken_entry_points"]}
-    text = run().stdout
     assert "packages whose fusion rules are not used\n" in text
     for name in bodies:
         said = f"the fusion rules of package rules-{name} are not used: its entry point some (rules_{name}:RULES)"

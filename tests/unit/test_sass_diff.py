@@ -49,44 +49,40 @@ def elf(sections):
 # -- what differs
 
 
-def test_the_same_instructions_do_not_differ():
-    assert compare(code(ONE, TWO), code(ONE, TWO)) is None
+TWO_FUNCTIONS = several({"f": [ONE], "g": [TWO]})
 
 
-def test_names_of_functions_do_not_count():
-    assert compare(code(ONE, TWO, function="f"), code(ONE, TWO, function="another")) is None
-    two = several({"f": [ONE], "g": [TWO]})
-    assert compare(two, several({"g": [ONE], "f": [TWO]})) is None  # by their order
-    assert compare(two, several({"f": [TWO], "g": [ONE]})).instructions == {0: 0, 1: 0}
-
-
-def test_the_first_instruction_that_differs_is_found():
-    found = compare(code(ONE, TWO, ONE), code(ONE, THREE, THREE))
-    assert (found.instructions, found.sections, found.launch_line) == ({0: 1}, (), None)
-    assert str(found) == "instructions"
-
-
-@pytest.mark.parametrize(("base", "here"), [((ONE,), (ONE, TWO)), ((ONE, TWO), (ONE,))])
-def test_an_instruction_more_or_less_differs(base, here):
-    assert compare(code(*base), code(*here)).instructions == {0: 1}
-
-
-def test_scheduling_bits_of_an_instruction_count():
-    later = TWO[:-1] + b"\0"
-    assert compare(code(ONE, TWO), code(ONE, later)).instructions == {0: 1}
-
-
-def test_what_the_driver_reads_counts():
-    assert compare(code(ONE), code(ONE, info=b"\4\x30")).sections == (".nv.info.0",)
-    assert compare(code(ONE), code(ONE, shared=2048)).sections == (".nv.shared.0",)
-    assert compare(code(ONE), code(ONE, barriers=8)).sections == (".text.0",)
-    assert ".text.1" in compare(code(ONE), several({"f": [ONE], "g": [TWO]})).sections
-
-
-def test_the_launch_counts():
-    found = compare(code(ONE, launch="block 128\ngrid 1"), code(ONE, launch="block 128\ngrid 2"))
-    assert found.launch_line == 1
-    assert str(found) == "host code of the launch"
+@pytest.mark.parametrize(
+    ("base", "here", "differs"),
+    [
+        (code(ONE, TWO), code(ONE, TWO), None),
+        (code(ONE, TWO), code(ONE, TWO, function="another"), None),
+        (TWO_FUNCTIONS, several({"g": [ONE], "f": [TWO]}), None),  # by their order
+        (TWO_FUNCTIONS, several({"f": [TWO], "g": [ONE]}), ({0: 0, 1: 0}, (), None)),
+        (code(ONE, TWO, ONE), code(ONE, THREE, THREE), ({0: 1}, (), None)),
+        (code(ONE), code(ONE, TWO), ({0: 1}, (), None)),
+        (code(ONE, TWO), code(ONE), ({0: 1}, (), None)),
+        (code(ONE, TWO), code(ONE, TWO[:-1] + b"\0"), ({0: 1}, (), None)),  # scheduling bits
+        (code(ONE), code(ONE, info=b"\4\x30"), ({}, (".nv.info.0",), None)),
+        (code(ONE), code(ONE, shared=2048), ({}, (".nv.shared.0",), None)),
+        (code(ONE), code(ONE, barriers=8), ({}, (".text.0",), None)),
+        (code(ONE), TWO_FUNCTIONS, ({}, (".nv.info.1", ".text.1"), None)),
+        (code(ONE, launch="block 128\ngrid 1"), code(ONE, launch="block 128\ngrid 2"), ({}, (), 1)),
+    ],
+)
+def test_differences(base, here, differs):
+    found = compare(base, here)
+    if differs is None:
+        assert found is None
+        return
+    instructions, sections, launch_line = differs
+    assert (found.instructions, found.launch_line) == (instructions, launch_line)
+    assert {*sections} <= {*found.sections}
+    assert bool(found.sections) == bool(sections)
+    assert ("instructions" in str(found), "host code of the launch" in str(found)) == (
+        bool(instructions),
+        launch_line == 1,
+    )
 
 
 def test_a_cubin_with_another_function_is_an_error():
@@ -115,44 +111,29 @@ def test_a_kernel_that_one_side_lacks_or_cannot_compile_differs(tmp_path):
 # -- what is kept
 
 
-def test_the_store_keeps_code(tmp_path):
+def test_the_store(tmp_path):
     store = Store(tmp_path)
-    assert not store.has("key")
-    store.keep_code("key", code(ONE, TWO))
-    assert store.has("key")
+    assert (store.has("key"), store.keys("tree", "sm_90a")) == (False, None)
+    for key in ("key", "old"):
+        store.keep_code(key, code(ONE, TWO))
     assert store.code("key") == code(ONE, TWO)
-
-
-def test_the_store_keeps_the_keys_of_a_tree(tmp_path):
-    store = Store(tmp_path)
-    assert store.keys("tree", "sm_90a") is None
-    store.keep_code("key", code(ONE))
     store.keep_keys("tree", "sm_90a", {"k": "key", "removed": "another", "new": None})
     assert store.keys("tree", "sm_90a") == {"k": "key", "removed": None, "new": None}
     assert store.keys("tree", "sm_100a") is None
-
-
-def test_unused_files_are_removed(tmp_path):
-    store = Store(tmp_path)
-    for key in ("old", "used"):
-        store.keep_code(key, code(ONE))
-        long_ago = time.time() - 2 * sass_diff.UNUSED_SECONDS
+    long_ago = time.time() - 2 * sass_diff.UNUSED_SECONDS
+    for key in ("key", "old"):
         os.utime(store.kernel_file(key), (long_ago, long_ago))
-    assert store.has("used")
+    assert store.has("key")  # which counts as a use
     store.remove_unused()
-    assert store.has("used")
-    assert not store.has("old")
+    assert (store.has("key"), store.has("old")) == (True, False)
 
 
 def test_the_cache_is_beside_that_of_kernels(monkeypatch, tmp_path):
     monkeypatch.setattr(sass_diff, "compiler", lambda: "compiler")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("FUSEDMOE_CACHE_DIR", raising=False)
-    assert sass_diff.cache_folder() == tmp_path / "fusedmoe" / "sass_diff" / "compiler"
-    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path / "here"))
-    assert sass_diff.cache_folder() == tmp_path / "here" / "sass_diff" / "compiler"
-    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0")
-    assert sass_diff.cache_folder() is None
+    for variable, root in (("", tmp_path / "fusedmoe"), (str(tmp_path / "here"), tmp_path / "here"), ("0", None)):
+        monkeypatch.setenv("FUSEDMOE_CACHE_DIR", variable)
+        assert sass_diff.cache_folder() == (root and root / "sass_diff" / "compiler")
 
 
 # -- two trees
@@ -202,9 +183,6 @@ def test_equal_trees_are_not_compiled(repository, monkeypatch, capsys):
     monkeypatch.setattr(sass_diff, "complete", None)
     assert main(["HEAD"], repository) == 0
     assert "fusedmoe/ is the same in base" in capsys.readouterr().out
-
-
-def test_an_unknown_revision_is_an_error(repository, capsys):
     assert main(["no-such-revision"], repository) == 2
     assert "no-such-revision" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`fusedmoe verify --soak` without a GPU: the kernels that it reaches, the faults that it finds, and that it ends."""
+"""`make soak` without a GPU: the kernels that it reaches, the faults that it finds, and that it ends."""
 
 import json
 import os
@@ -10,13 +10,12 @@ import pytest
 import torch
 from emulator.gpu import emulated
 
-from fusedmoe.base.errors import InputError
-from fusedmoe.commands.verify import command as command
-from fusedmoe.commands.verify.soak import direct, results, watch, worker
-from fusedmoe.commands.verify.soak.direct import DIRECT
-from fusedmoe.commands.verify.soak.layers import DISTRIBUTIONS, LAYERS, Layer, rows_per_expert
-from fusedmoe.commands.verify.soak.watch import Soaked, family_of, soak
-from fusedmoe.commands.verify.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
+from benchmarks.soak import __main__ as command
+from benchmarks.soak import direct, results, worker
+from benchmarks.soak.direct import DIRECT
+from benchmarks.soak.layers import DISTRIBUTIONS, LAYERS, Layer, rows_per_expert
+from benchmarks.soak.watch import CALLS, Soaked, family_of, soak
+from benchmarks.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
 from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.sm90 import launch
@@ -67,12 +66,11 @@ def symbols_of(subjects, monkeypatch):
 
 
 SUBJECTS = (*LAYERS, *DIRECT)
-WITH_LARGE_WEIGHTS = ("rows", "first", "stored", "tokens")
 
 
 def smaller(subject):
     """A subject with an eighth of the experts, if they have weights: the plans are the same."""
-    if isinstance(subject, direct.Direct) or subject.kind in WITH_LARGE_WEIGHTS:
+    if isinstance(subject, direct.Direct) or subject.kind in ("rows", "first", "stored", "tokens"):
         return replace(subject, experts=subject.experts // 8)
     return subject
 
@@ -85,11 +83,8 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch, change):
     assert expected - symbols_of(map(change, SUBJECTS), monkeypatch) == set()
 
 
-def test_layers_differ_in_their_names():
+def test_layers_and_rows_per_expert():
     assert len({layer.name for layer in LAYERS}) == len(LAYERS)
-
-
-def test_rows_per_expert():
     rows = {name: torch.tensor(rows_per_expert(name, 128, 16384)) for name in DISTRIBUTIONS}
     assert all(0 < int(counts.sum()) <= 16384 and int(counts.min()) >= 0 for counts in rows.values())
     assert int(rows["even"].sum()) == int(rows["deep"].sum()) == 16384
@@ -166,11 +161,11 @@ def toys(monkeypatch, one_case):
     monkeypatch.setattr(compiler, "_load", lambda kernel: kernel.load())
 
 
-def soaked(*kernels, calls=9):
-    """The messages of a soak of toy kernels."""
+def soaked(*kernels, calls=9, wanted=None, **how):
+    """The messages of a soak of toy kernels, of those that are wanted."""
     messages = []
-    request = Request("cpu", (ToyCall(*kernels),), {kernel.symbol: calls for kernel in kernels})
-    soak_here(request, messages.append)
+    symbols = [kernel.symbol for kernel in kernels] if wanted is None else wanted
+    soak_here(Request("cpu", (ToyCall(*kernels),), dict.fromkeys(symbols, calls), **how), messages.append)
     assert messages.pop() is None
     return [m for m in messages if not isinstance(m, worker.Said)]
 
@@ -205,7 +200,8 @@ def test_faults_are_found(toys, fault, problem):
     assert found.get(f"toy_{fault}") == {"wrong": 1, "unwritten": 1, "counter": 0}.get(fault)
 
 
-def test_a_launch_beside_another_follows_it_immediately(toys):
+@pytest.mark.parametrize(("fault", "differing"), [("", 0), ("wrong", 1)])
+def test_a_launch_beside_another_follows_it_immediately(toys, fault, differing):
     order = []
 
     class Traced(Toy):
@@ -217,36 +213,16 @@ def test_a_launch_beside_another_follows_it_immediately(toys):
     class Sum(Traced):
         symbol = "sm90_sum_on_few_sms_toy"
 
-    first, second = Sum(), Traced(beside=True)
-    request = Request("cpu", (ToyCall(first, second),), {second.symbol: 4})
-    messages = []
-    soak_here(request, messages.append)
+    first, second = Sum(fault), Traced(beside=True)
+    messages = soaked(first, second, calls=4, wanted=[second.symbol])
     assert order == [first.symbol, second.symbol] * 5
-    assert of_kind(messages, Wrong) == []
-    assert [m.item.symbol for m in of_kind(messages, Repeats)] == [second.symbol]
-
-
-def test_a_fault_of_the_first_of_a_pair(toys):
-    @dataclass(frozen=True)
-    class Sum(Toy):
-        symbol = "sm90_sum_on_few_sms_toy"
-
-    second = Toy(beside=True)
-    messages = []
-    soak_here(Request("cpu", (ToyCall(Sum("wrong"), second),), {second.symbol: 4}), messages.append)
-    ((item, _, _, differing, _),) = of_kind(messages, Repeats)
-    assert (item.symbol, differing) == (second.symbol, 1)
+    assert [(m.item.symbol, m.differing) for m in of_kind(messages, Repeats)] == [(second.symbol, differing)]
 
 
 def test_finished_kernels_are_not_repeated_and_refused_ones_not_launched(toys):
-    good, other, refused, last = Toy(), Toy("other"), Toy("refused"), Toy("last")
-    kernels = good, other, refused, last
-    request = Request("cpu", (ToyCall(*kernels),), {kernel.symbol: 2 for kernel in kernels})
-    request = replace(
-        request, done=frozenset({Item("toy_", "zipf", "dynamic")}), refused=frozenset({"toy_refused"})
-    )  # fmt: skip
-    messages = []
-    soak_here(request, messages.append)
+    kernels = Toy(), Toy("other"), Toy("refused"), Toy("last")
+    done, refused = frozenset({Item("toy_", "zipf", "dynamic")}), frozenset({"toy_refused"})
+    messages = soaked(*kernels, calls=2, done=done, refused=refused)
     assert [m.item.symbol for m in of_kind(messages, Repeats)] == ["toy_other"]
     begun = {m.symbol for m in of_kind(messages, Begins)}
     assert begun == {"", "toy_", "toy_other"}, "the call ends before it launches the refused kernel"
@@ -302,14 +278,12 @@ def test_a_layer_on_an_emulated_gpu(gpu, one_case):
     soak_here(Request("cpu", (layer,), kernels), messages.append)
     assert of_kind(messages, Wrong) == []
     found = {m.item.symbol: m.differing for m in of_kind(messages, Repeats)}
-    assert found == dict.fromkeys(
-        [
-            "sm90_route_int64_fp32_64", "sm90_gather_rows_bf16", "sm90_sum_slots_by_2_bf16_scaled_fp32",
-            "sm90_gather_rows_bf16_scaled_fp32", "sm90_row_dots_bf16_fp32", "sm90_slot_values_fp32",
-            "sm90_sum_slots_by_2_bf16",
-        ],
-        0,
-    )  # fmt: skip
+    assert set(found.values()) == {0}
+    assert set(found) == {
+        "sm90_route_int64_fp32_64", "sm90_gather_rows_bf16", "sm90_sum_slots_by_2_bf16_scaled_fp32",
+        "sm90_gather_rows_bf16_scaled_fp32", "sm90_row_dots_bf16_fp32", "sm90_slot_values_fp32",
+        "sm90_sum_slots_by_2_bf16",
+    }  # fmt: skip
 
 
 # ---- the process that waits -----------------------------------------------------------------------------------------
@@ -385,55 +359,58 @@ def test_families():
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(command.ahead_of_time, "run", lambda options: compiled.append(options) or 0)
-    return SimpleNamespace(device=CPU, arch=90, name="a stand-in", driver="1.2.3", compiled=compiled)
-
-
-def run(machine, monkeypatch, outcome=None, **options):
-    asked = []
+def machine(monkeypatch, tmp_path):
+    """A machine with a Hopper GPU; ``asked`` has the arguments of each soak, whose outcome is ``outcome``."""
+    found = SimpleNamespace(device=CPU, arch=90, name="a stand-in", driver="1.2.3", compiled=[], asked=[], outcome=None)
 
     def soak(kernels, subjects, device, say, calls):
-        asked.append((kernels, tuple(subjects), device, calls))
-        return outcome or of_all(kernels, calls=1)
+        found.asked.append(([kernel.symbol for kernel in kernels], tuple(subjects), device, calls))
+        return found.outcome or of_all(kernels, calls=1)
 
-    monkeypatch.setattr(watch, "soak", soak)
-    return command.run(command.VerifyOptions(soak=True, **options), lambda: machine), asked
+    monkeypatch.setattr(command, "find_gpu", lambda: found)
+    monkeypatch.setattr(command.watch, "soak", soak)
+    monkeypatch.setattr(command.ahead_of_time, "run", found.compiled.append)
+    monkeypatch.setattr(command.results, "ROOT", tmp_path)
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
+    return found
 
 
-def test_the_command(machine, monkeypatch, tmp_path, capsys):
+def test_the_command(machine, tmp_path, capsys):
     file = tmp_path / "soak.json"
-    status, [(kernels, subjects, device, calls)] = run(machine, monkeypatch, json=str(file))
-    assert (status, device, calls, len(subjects)) == (0, "cpu", 20_000, len(SUBJECTS))
-    assert {kernel.symbol for kernel in kernels} == {kernel.symbol for kernel in shipped("sm_90a")}
+    assert command.main(["--json", str(file)]) == 0
+    symbols = [kernel.symbol for kernel in shipped("sm_90a")]
+    assert machine.asked == [(symbols, SUBJECTS, "cpu", CALLS)]
     assert len(machine.compiled) == 1
     data = json.loads(file.read_text())
     assert (data["passed"], data["only"], data["gpu"]) == (True, None, "a stand-in")
-    assert sum(family["kernels"] for family in data["families"]) <= len(kernels)
+    assert sum(family["kernels"] for family in data["families"]) <= len(symbols)
     assert "passed, " in capsys.readouterr().out
+    (written,) = tmp_path.glob("results/*/soak.json")  # since all kernels had the default calls
+    assert json.loads(written.read_text()).items() >= data.items()
 
 
-def test_the_command_fails_with_the_kernels_name(machine, monkeypatch, capsys):
-    outcome = of_all([Toy()])
-    outcome.wrong.append(Wrong("toy_", "a layer, zipf", "call 3: 5 words differ from the first call's"))
-    outcome.differing["toy_"] = 1
-    status, [(kernels, *_, calls)] = run(machine, monkeypatch, outcome, only="sm90_ragged_k_e4m3*", calls=7)
-    assert (status, calls, len(kernels)) == (1, 7, 15)
+def test_the_command_fails_with_the_kernels_name(machine, tmp_path, capsys):
+    machine.outcome = of_all([Toy()])
+    machine.outcome.wrong.append(Wrong("toy_", "a layer, zipf", "call 3: 5 words differ from the first call's"))
+    machine.outcome.differing["toy_"] = 1
+    assert command.main(["--only", "sm90_ragged_k_e4m3*", "--calls", "7"]) == 1
+    ((symbols, *_, calls),) = machine.asked
+    assert (calls, len(symbols)) == (7, 15)
     out = capsys.readouterr().out
     assert "FAILED toy_: call 3: 5 words differ from the first call's (a layer, zipf)" in out
     line = next(line for line in out.splitlines() if line.startswith("Toy "))
     assert line.split() == ["Toy", "1", "12", "0", "1", "0", "3.0"]
+    assert not [*tmp_path.glob("results/*/soak.json")]
 
 
-def test_options_of_the_command(machine, monkeypatch, capsys):
-    with pytest.raises(InputError, match="--calls 0: must be 1 or more"):
-        run(machine, monkeypatch, calls=0)
-    with pytest.raises(InputError, match="no kernel's name matches"):
-        run(machine, monkeypatch, only="sm80_*")
-    for options, name in (({"calls": 3}, "--calls"), ({"only": "*"}, "--only")):
-        with pytest.raises(InputError, match=f"{name}: expected with --soak"):
-            command.run(command.VerifyOptions(**options), lambda: machine)
-    machine.arch = 100
-    assert run(machine, monkeypatch)[0] == command.NO_GPU
-    assert "a stand-in is sm_100" in capsys.readouterr().err
+@pytest.mark.parametrize(("arguments", "changes", "said"), [
+    (["--calls", "0"], {}, "--calls 0: must be 1 or more"),
+    (["--only", "sm80_*"], {}, "no kernel's name matches"),
+    ([], {"arch": 100}, "a stand-in is sm_100"),
+])  # fmt: skip
+def test_refusals_of_the_command(machine, capsys, arguments, changes, said):
+    vars(machine).update(changes)
+    with pytest.raises(SystemExit) as ended:
+        command.main(arguments)
+    assert (ended.value.code, machine.asked) == (2, [])
+    assert said in capsys.readouterr().err

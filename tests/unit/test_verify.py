@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,17 +14,18 @@ import fusedmoe as fm
 from fusedmoe.commands.main import main
 from fusedmoe.commands.verify import command as command
 from fusedmoe.commands.verify import rules as whole
+from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
 from fusedmoe.commands.verify.calls import make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.commands.verify.checks import run_case
-from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu
-from fusedmoe.commands.verify.memory import poisoned_memory
+from fusedmoe.commands.verify.checks import Found, Outcome, run_case
+from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu, poisoned_memory
 from fusedmoe.commands.verify.rules import verify
-from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
+CPU = torch.device("cpu")
 SMALL = Sizes(hidden=128, intermediate=128, shared=128)
 LAYOUT = Layout("few rows", (5, 0, 1, 9), 3)
 EXPERTS = Case("experts", "bf16", LAYOUT)
@@ -34,7 +38,7 @@ FAST = 2  # repeats
 class Machine:
     """A CPU in place of a GPU. ``wrong`` names the function whose results it changes."""
 
-    device, name, driver = torch.device("cpu"), "a stand-in", "1.2.3"
+    device, name, driver = CPU, "a stand-in", "1.2.3"
 
     def __init__(self, arch=90, wrong=""):
         self.arch, self.wrong = arch, wrong
@@ -117,6 +121,10 @@ def of_first(change):
     return changing
 
 
+def only(monkeypatch, rules):
+    monkeypatch.setattr(whole, "BUILTIN", [rule for rule in whole.BUILTIN if rule.name in rules])
+
+
 # ---- the cases ------------------------------------------------------------------------------------------------------
 
 
@@ -132,12 +140,6 @@ def test_the_command_passes_and_prints_a_table(hopper, capsys):
     assert "FAILED" not in out
 
 
-def test_a_machine_whose_rules_all_pass(hopper, capsys, monkeypatch):
-    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in PASSING])
-    assert run(hopper, EXPERTS) == 0
-    assert "6 of 6 rules passed, 1 more not checked, 1 cases" in capsys.readouterr().out
-
-
 PASSING = {
     "sm90.grouped_gemm", "sm90.grouped_gemm_activation", "sm90.grouped_dgrad", "sm90.grouped_dgrad_activation",
     "sm90.grouped_wgrad", "sm90.offsets_from_splits", BETWEEN_RANKS[0],
@@ -145,23 +147,19 @@ PASSING = {
 
 
 def rules_of(case, sizes=None):
-    call = make_call(case, Sizes() if sizes is None else sizes, torch.device("cpu"))
+    call = make_call(case, Sizes() if sizes is None else sizes, CPU)
     with fm.disabled(*case.disabled) if case.disabled else contextlib.nullcontext():
         plans = call.explain().plans
     return {step.rule for plan in plans for step in (*plan.steps, *plan.glue)} - {None}
 
 
-def test_the_cases_cover_every_rule_for_hopper(hopper):
-    covered = {rule for case in cases_for(90) for rule in rules_of(case)}
-    every = {rule.name for rule in fm.rules() if rule.name.startswith("sm90.")}
-    assert every - covered == set(BETWEEN_RANKS)
-
-
-def test_the_cases_cover_every_rule_for_blackwell(blackwell):
+@pytest.mark.parametrize("arch", [90, 100])
+def test_the_cases_cover_every_rule(arch, request):
+    request.getfixturevalue("hopper" if arch == 90 else "blackwell")
     with package.being_verified():
-        covered = {rule for case in cases_for(100) for rule in rules_of(case)}
-    assert covered == {rule.name for rule in fm.rules() if rule.name.startswith("sm100.")}
-    assert cases_for(103) == cases_for(100)
+        covered = {rule for case in cases_for(arch) for rule in rules_of(case)}
+    every = {rule.name for rule in fm.rules() if rule.name.startswith(f"sm{arch}.")}
+    assert every - covered == set(BETWEEN_RANKS if arch == 90 else ())
 
 
 def test_cases_and_bounds():
@@ -169,14 +167,13 @@ def test_cases_and_bounds():
         cases = cases_for(arch)
         assert len({case.name for case in cases}) == len(cases)
         assert {layout.name for layout in LAYOUTS} <= {case.layout.name for case in cases}
-    assert cases_for(80) == ()
+        assert len(one_per_layout(cases)) == len({replace(case, layout=LAYOUT) for case in cases}) < len(cases)
+    assert (cases_for(80), cases_for(103)) == ((), cases_for(100))
     for bounds in BOUNDS.values():  # zeros have an error of 1
         assert 0 < bounds.unfused < 0.5
         assert bounds.rounding is None or bounds.rounding < bounds.unfused
-    sizes = Sizes()
-    assert all(width % 256 == 128 for width in (sizes.hidden, sizes.intermediate, sizes.shared))
-    names = {rule.name for rule in fm.rules()}
-    assert set(BETWEEN_RANKS) | set(ATOMIC) <= names
+    assert all(width % 256 == 128 for width in vars(Sizes()).values())
+    assert set(BETWEEN_RANKS) | set(ATOMIC) <= {rule.name for rule in fm.rules()}
 
 
 @pytest.mark.parametrize(
@@ -197,24 +194,24 @@ def test_nvfp4_on_blackwell(blackwell, case):
     assert 0 < outcome.found.error < BOUNDS[case.recipe].unfused
 
 
-@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_tensor", "fp8_tensor, delayed", "mxfp8"])
-def test_recipes_on_hopper(hopper, recipe):
-    outcome = run_case(Case("experts", recipe, LAYOUT), SMALL, hopper, FAST)
-    assert outcome.found.problems == ()
-    assert outcome.found.repeats == (2, 2)
-    assert (outcome.found.graph is None) == ("delayed" in recipe)
-    assert outcome.found.error < BOUNDS[recipe].unfused
-
-
-@pytest.mark.parametrize("module", ["moe", "weighted_at_the_end", "routed_layer", "stored_weights"])
-def test_modules_on_hopper(hopper, module):
-    recipe = "fp8_block" if module == "stored_weights" else "bf16"
-    assert run_case(Case(module, recipe, LAYOUT), SMALL, hopper, FAST).found.problems == ()
+@pytest.mark.parametrize(
+    ("module", "recipe"),
+    [
+        *(("experts", recipe) for recipe in ("fp8_block", "fp8_tensor", "fp8_tensor, delayed", "mxfp8")),
+        *((module, "bf16") for module in ("moe", "weighted_at_the_end", "routed_layer")),
+        ("stored_weights", "fp8_block"),
+    ],
+)
+def test_on_hopper(hopper, module, recipe):
+    found = run_case(Case(module, recipe, LAYOUT), SMALL, hopper, FAST).found
+    assert (found.problems, found.repeats) == ((), (2, 2))
+    assert (found.graph is None) == ("delayed" in recipe)
+    assert found.error < BOUNDS[recipe].unfused
 
 
 @pytest.mark.parametrize("case", [EXPERTS, ROUTED], ids=lambda case: case.module)
 def test_rows_without_an_expert_are_nan(case):
-    call = make_call(case, SMALL, torch.device("cpu"))
+    call = make_call(case, SMALL, CPU)
     assert call.used.any()
     if case is EXPERTS:
         assert not call.used.all()
@@ -251,54 +248,43 @@ def failure(capsys, machine, case):
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
 
 
-def test_a_few_percent_of_error(hopper, capsys, monkeypatch):
-    changed(monkeypatch, products, "bind_grouped_wgrad", of_first(lambda t, count: t * 1.03))
-    (first, second) = failure(capsys, hopper, EXPERTS)
-    assert "0.weight: relative error 0.03" in first
-    assert "against plain PyTorch, bound 0.015 (sm90.grouped_wgrad)" in first
-    assert "3.weight: relative error 0.03" in second
+def row_of_zeros(t, count):
+    t[7] = 0
+    return t
 
 
-def test_zeros_do_not_pass(hopper, capsys, monkeypatch):
-    changed(monkeypatch, products, "bind_grouped_gemm", of_first(lambda t, count: t * 0))
-    assert "y: relative error 1 against" in failure(capsys, hopper, EXPERTS)[0]
+def tail_of_ones(t, count):
+    t[sum(LAYOUT.splits) :] = 1
+    return t
 
 
-def test_one_wrong_row_among_many(hopper, capsys, monkeypatch):
-    def spoil(t, count):
-        t[7] = 0
-        return t
-
-    changed(monkeypatch, products, "bind_grouped_gemm", of_first(spoil))
-    many = Case("experts", "fp8_block", Layout("many rows", (600, 0)))
-    lines = failure(capsys, hopper, many)
-    assert any("y: 1 rows have a relative error above 0.5" in line for line in lines)
-    assert all("sm90.fp8_grouped_gemm" in line for line in lines)
+def row_not_written(t, count):
+    t[1] = torch.empty_like(t)[1]
+    return t
 
 
-def test_a_tail_that_is_not_zeroed(hopper, capsys, monkeypatch):
-    def leave(t, count):
-        t[sum(LAYOUT.splits) :] = 1
-        return t
-
-    changed(monkeypatch, products, "bind_grouped_gemm", of_first(leave))
-    lines = failure(capsys, hopper, EXPERTS)
-    assert "y: the rows without an expert are not zeros (sm90.grouped_gemm" in lines[0]
+WGRAD, GEMM = "bind_grouped_wgrad", "bind_grouped_gemm"
+MANY = Case("experts", "fp8_block", Layout("many rows", (600, 0)))
 
 
-def test_memory_that_is_not_written(hopper, capsys, monkeypatch):
-    def forget(t, count):
-        t[1] = torch.empty_like(t)[1]
-        return t
-
-    changed(monkeypatch, products, "bind_grouped_gemm", of_first(forget))
-    assert "relative error inf" in failure(capsys, hopper, EXPERTS)[0]
-
-
-def test_bits_that_differ_between_repeats(hopper, capsys, monkeypatch):
-    changed(monkeypatch, products, "bind_grouped_wgrad", of_first(lambda t, count: t * (1 + count % 3 / 128)))
-    lines = failure(capsys, hopper, EXPERTS)
-    assert any("of 2 repeats differ (sm90.grouped_wgrad)" in line for line in lines)
+@pytest.mark.parametrize(
+    ("kernel", "change", "case", "problem", "rule"),
+    [
+        (WGRAD, lambda t, _: t * 1.03, EXPERTS, "0.weight: relative error 0.03", ""),
+        (GEMM, lambda t, _: t * 0, EXPERTS, "y: relative error 1 against", ""),
+        (GEMM, row_of_zeros, MANY, "y: 1 rows have a relative error above 0.5", "sm90.fp8_grouped_gemm"),
+        (GEMM, tail_of_ones, EXPERTS, "y: the rows without an expert are not zeros", ""),
+        (GEMM, row_not_written, EXPERTS, "y: relative error inf", ""),
+        (WGRAD, lambda t, count: t * (1 + count % 3 / 128), EXPERTS, "of 2 repeats differ", ""),
+    ],
+    ids=["3 percent", "zeros", "a row", "tail", "not written", "other bits"],
+)
+def test_a_wrong_kernel(hopper, capsys, monkeypatch, kernel, change, case, problem, rule):
+    changed(monkeypatch, products, kernel, of_first(change))
+    lines = failure(capsys, hopper, case)
+    assert any(problem in line for line in lines)
+    rule = rule or kernel.replace("bind_", "sm90.")
+    assert all(f"({rule}" in line or f", {rule}" in line for line in lines)
 
 
 def test_a_kernel_that_raises(hopper, capsys, monkeypatch):
@@ -330,10 +316,6 @@ def test_a_case_in_which_no_rule_runs(capsys):
 # ---- Blackwell, and its stamp ---------------------------------------------------------------------------------------
 
 
-def only(monkeypatch, rules):
-    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in rules])
-
-
 COVERED = {
     "sm100.quantize", "sm100.quantize_grad", "sm100.quantize_weight",
     "sm100.grouped_gemm", "sm100.grouped_gemm_activation_quantize",
@@ -350,6 +332,9 @@ def test_a_stamp_turns_the_rules_on(blackwell, capsys, monkeypatch):
     only(monkeypatch, COVERED)
     assert not rules_of(MXFP8, SMALL)
     assert "run `fusedmoe verify`" in package.why_unverified()
+    with pytest.raises(ZeroDivisionError), package.being_verified():
+        1 / (package.why_unverified() is not None)
+    assert package.why_unverified() is not None
     assert run(blackwell, MXFP8) == 0
     assert "the rules for sm_100 are on" in capsys.readouterr().out
     found = stamp()
@@ -357,16 +342,6 @@ def test_a_stamp_turns_the_rules_on(blackwell, capsys, monkeypatch):
     assert found["versions"] == package.versions()
     assert package.why_unverified() is None
     assert rules_of(MXFP8, SMALL) == COVERED
-
-
-def test_rules_are_on_only_while_they_are_verified(blackwell):
-    assert package.why_unverified() is not None
-    with package.being_verified():
-        assert package.why_unverified() is None
-    assert package.why_unverified() is not None
-    with pytest.raises(ZeroDivisionError), package.being_verified():
-        1 / 0  # noqa: B018
-    assert package.why_unverified() is not None
 
 
 def test_the_rounding_of_the_kernels(blackwell):
@@ -410,13 +385,6 @@ def test_blame_without_the_rule_that_the_rounding_is_of(blackwell, capsys, monke
     for line in failure(capsys, blackwell, MXFP8):
         # the first keeps the preactivation for the second alone, so both run or neither does
         assert line.endswith("(sm100.grouped_gemm_activation_quantize, sm100.grouped_dgrad_activation_quantize)")
-
-
-def test_a_rule_without_a_case_fails(blackwell, capsys):
-    assert run(blackwell, MXFP8) == 1
-    out = capsys.readouterr().out
-    assert "sm100.gathered_quantize: no case ran it" in out
-    assert stamp()["passed"] is False
 
 
 def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale_alone(blackwell, monkeypatch):
@@ -489,25 +457,23 @@ def test_no_directory_for_the_stamp(blackwell, capsys, monkeypatch):
 
 
 def test_json(hopper, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(whole, "BUILTIN", [r for r in whole.BUILTIN if r.name in PASSING])
+    only(monkeypatch, PASSING)
     file = tmp_path / "verify.json"
     assert run(hopper, EXPERTS, Case("dense", "bf16"), json_file=file) == 0
+    assert "6 of 6 rules passed, 1 more not checked, 2 cases" in capsys.readouterr().out
     found = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases", "seconds"}
-    assert 0 < found["seconds"] < 1000
     assert (found["gpu"], found["architecture"], found["driver"]) == ("a stand-in", "sm_90", "1.2.3")
     assert {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch", "python"} <= set(found["versions"])
-    assert {rule["rule"] for rule in found["rules"]} == PASSING
-    gemm = next(rule for rule in found["rules"] if rule["rule"] == "sm90.grouped_gemm")
-    assert gemm["passed"] is True
-    assert (gemm["cases"], gemm["repeats"]) == (1, [2, 2])
-    assert next(rule for rule in found["rules"] if rule["rule"] == BETWEEN_RANKS[0])["error"] is None
+    rules = {rule["rule"]: rule for rule in found["rules"]}
+    assert set(rules) == PASSING
+    gemm = rules["sm90.grouped_gemm"]
+    assert (gemm["passed"], gemm["cases"], gemm["repeats"]) == (True, 1, [2, 2])
+    assert rules[BETWEEN_RANKS[0]]["error"] is None
     first, second = found["cases"]
-    assert first["name"] == "experts, bf16, few rows"
+    assert (first["name"], first["problems"], second["module"]) == ("experts, bf16, few rows", [], "dense")
     assert first["layout"] == {"name": "few rows", "splits": [5, 0, 1, 9], "tail": 3}
     assert "sm90.grouped_gemm" in first["rules"]
-    assert second["module"] == "dense"
-    assert first["problems"] == []
     assert run(hopper, EXPERTS, json_file=tmp_path / "missing" / "verify.json") == 1
     assert "cannot write" in capsys.readouterr().err
 
@@ -518,9 +484,6 @@ def test_no_gpu(capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == "fusedmoe verify: error: torch sees no NVIDIA GPU to verify; see `fusedmoe doctor`\n"
-
-
-def test_a_gpu_without_kernels(capsys):
     assert run(Machine(80), EXPERTS) == 2
     assert "no kernels for this GPU, a stand-in (sm_80)" in capsys.readouterr().err
 
@@ -555,7 +518,7 @@ def test_the_gpu_that_is_found(monkeypatch):
 
 
 def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
-    call = make_call(EXPERTS, SMALL, torch.device("cpu"))
+    call = make_call(EXPERTS, SMALL, CPU)
     call.grad_output.zero_()
     monkeypatch.setattr("fusedmoe.commands.verify.checks.make_call", lambda *args: call)
     problems = run_case(EXPERTS, SMALL, hopper, FAST).found.problems
@@ -568,3 +531,67 @@ def test_each_call_quantizes_the_weights(hopper):
     run_case(Case("experts", "fp8_block", LAYOUT), SMALL, hopper, 3)
     calls = 1 + 3 + 1 + 2  # the first, repeats, a graph, streams
     assert len([name for name, _ in sm90_stand_ins.calls if name == "quantize_weight"]) == 2 * calls
+
+
+# ---- kernels that are compiled ahead --------------------------------------------------------------------------------
+
+AHEAD = [Case("experts", recipe, layout) for recipe in ("bf16", "fp16", "fp8_block") for layout in LAYOUTS[:2]]
+
+
+def write_down(case):
+    """Runs in a process of the pool."""
+    folder = os.environ["FUSEDMOE_CACHE_DIR"]
+    with open(f"{folder}/{case.name}-{os.getpid()}", "w"):
+        pass
+    if case.recipe == "fp16":
+        raise RuntimeError("a kernel that does not compile")
+
+
+def end(case):
+    os._exit(1)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_a_case_per_set_of_kernels_runs_in_another_process(folder):
+    said = []
+    compile_ahead(AHEAD, Sizes(), CPU, said.append, write_down, processes=2)
+    ran = [path.name.rsplit("-", 1) for path in folder.iterdir() if "experts" in path.name]
+    assert sorted(name for name, _ in ran) == sorted(case.name for case in AHEAD[::2])
+    assert str(os.getpid()) not in {process for _, process in ran}
+    assert said == ["compiling the kernels of 3 cases in 2 processes"]
+
+
+def test_a_process_that_dies_ends_nothing_else(folder):
+    compile_ahead(AHEAD, Sizes(), CPU, str, end, processes=2)
+
+
+@pytest.mark.parametrize(("variable", "processes"), [("0", 2), (None, 1)])
+def test_without_a_cache_or_with_one_process_nothing_runs(folder, monkeypatch, variable, processes):
+    if variable is not None:
+        monkeypatch.setenv("FUSEDMOE_CACHE_DIR", variable)
+    said = []
+    compile_ahead(AHEAD, Sizes(), CPU, said.append, write_down, processes)
+    assert ([*folder.iterdir()], said) == ([], [])
+
+
+@pytest.mark.parametrize("compiles", [0, 1, 4])
+def test_it_begins_after_the_first_case_that_compiles(monkeypatch, compiles):
+    """Cases whose kernels are all in the cache compile nothing, and no process is started for the others."""
+    ran, ahead = [], []
+
+    def run_case(case, *settings):
+        ran.append(case)
+        return Outcome(case, ("a rule",), Found())
+
+    monkeypatch.setattr(whole, "run_case", run_case)
+    monkeypatch.setattr(whole, "_rules_of", lambda machine: [])
+    monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - compiles)))
+    machine = SimpleNamespace(device=CPU, arch=90)
+    verify(machine, AHEAD, Sizes(), compile_ahead=lambda *given: ahead.append(given))
+    assert ran == AHEAD
+    assert ahead == [(AHEAD[compiles + 1 :], Sizes(), CPU)]

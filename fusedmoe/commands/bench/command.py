@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from dataclasses import dataclass
 
@@ -14,12 +13,12 @@ from fusedmoe.base.machine import machine, versions
 from fusedmoe.base.progress import counted
 from fusedmoe.commands.bench.layer import OURS, PEERS, Peer, Sizes, Work
 from fusedmoe.commands.bench.measure import CASES, as_data, lines, measure, plan
-from fusedmoe.commands.sizes import required_sizes
+from fusedmoe.commands.options import option, required_sizes
 from fusedmoe.commands.timing import CpuTimer, GpuTimer, Timer
 from fusedmoe.numerics.recipes import BF16, resolve
 from fusedmoe.ops.glu import ACTIVATIONS
 
-__all__ = ["BenchOptions", "add_arguments", "run"]
+__all__ = ["BenchOptions", "run"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = ("hidden", "intermediate", "experts", "top_k", "tokens")
@@ -28,47 +27,29 @@ REPS = {"cuda": 30, "cpu": 10}
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The options of the command; see its help."""
+    """The options of the command."""
 
-    hidden: int | None = None
-    intermediate: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    tokens: int | None = None
-    activation: str = "swiglu"
-    dtype: str | None = None
-    recipe: str = "bf16"
-    device: str | None = None
-    reps: int | None = None
-    json: bool = False
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command to its parser."""
-    parser.add_argument("--hidden", metavar="H", type=int, help="features per token")
-    parser.add_argument("--intermediate", metavar="I", type=int, help="intermediate features per expert")
-    parser.add_argument("--experts", metavar="E", type=int, help="number of experts")
-    parser.add_argument("--top-k", metavar="K", type=int, help="chosen experts per token")
-    parser.add_argument("--tokens", metavar="T", type=int, help="tokens per call: batch x sequence length")
-    parser.add_argument("--activation", choices=tuple(ACTIVATIONS), default="swiglu", help="(default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), help="dtype of tokens and weights (default: bf16; on a CPU fp32)"
+    hidden: int | None = option(None, "features per token", "H")
+    intermediate: int | None = option(None, "intermediate features per expert", "I")
+    experts: int | None = option(None, "number of experts", "E")
+    top_k: int | None = option(None, "chosen experts per token", "K")
+    tokens: int | None = option(None, "tokens per call: batch x sequence length", "T")
+    activation: str = option("swiglu", "(default: %(default)s)", choices=tuple(ACTIVATIONS))
+    dtype: str | None = option(
+        None, "dtype of tokens and weights (default: bf16; on a CPU fp32)", choices=tuple(DTYPES)
     )
-    parser.add_argument("--recipe", default="bf16", help="recipe of our layer; peers run in --dtype (default: bf16)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="(default: cuda if torch sees a GPU)")
-    parser.add_argument("--reps", metavar="N", type=int, help="timed calls per variant (default: 30; on a CPU 10)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    recipe: str = option("bf16", "recipe of our layer; peers run in --dtype (default: bf16)")
+    device: str | None = option(None, "(default: cuda if torch sees a GPU)", choices=("cpu", "cuda"))
+    reps: int | None = option(None, "timed calls per variant (default: 30; on a CPU 10)", "N")
+    json: bool = option(False, "print JSON")
 
 
 def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ...] = PEERS) -> int:
-    """Measure and print; return the exit status, 1 if our layer could not be measured.
-
-    Raises
-    ------
-    fusedmoe.InputError
-        An option is missing or invalid.
-    """
-    sizes = _sizes(options)
+    """Measure and print; return the exit status, 1 if our layer could not be measured."""
+    given = required_sizes(options, SIZES)
+    if given["top_k"] > given["experts"]:
+        raise InputError(f"--top-k {given['top_k']}: must be at most --experts {given['experts']}")
+    sizes = Sizes(**given, activation=options.activation)
     device = _device(options)
     recipe = resolve(options.recipe)
     dtype = options.dtype or ("bf16" if device.type == "cuda" else "fp32")
@@ -93,7 +74,7 @@ def run(options: BenchOptions, timer: Timer | None = None, peers: tuple[Peer, ..
     spread = {"least": int(load.min()), "median": int(load.median()), "most": int(load.max())}
     head = {"machine": machine(device), "fusedmoe": __version__, "versions": versions()}
     if options.json:
-        asked = {name: getattr(sizes, name) for name in (*SIZES, "activation")}
+        asked = {**given, "activation": options.activation}
         how = {"dtype": dtype, "recipe": options.recipe, "device": device.type, "reps": reps}
         print(json.dumps({**head, **asked, **how, "rows_per_expert": spread, "plan": planned, "rows": as_data(rows)}))
     else:
@@ -124,13 +105,6 @@ def _method(device: torch.device, reps: int) -> str:
     else:
         text += f"\nwall time, {torch.get_num_threads()} threads; memory is measured on a GPU only"
     return text + "; error is relative to fp64"
-
-
-def _sizes(options: BenchOptions) -> Sizes:
-    values = required_sizes(options, SIZES)
-    if values["top_k"] > values["experts"]:
-        raise InputError(f"--top-k {values['top_k']}: must be at most --experts {values['experts']}")
-    return Sizes(**values, activation=options.activation)
 
 
 def _device(options: BenchOptions) -> torch.device:

@@ -74,14 +74,8 @@ class Candidate(NamedTuple):
 class Work:
     """The operands of a layer: normal random rows of variance 1, and weights that preserve the variance.
 
-    Attributes
-    ----------
-    x, dy : Tensor
-        (T, H).
-    router, weight1, weight2 : Tensor
-        (E, H), (E, 2 I, H) as ``[gate; up]`` or (E, I, H) without a gate, (E, H, I).
-    index : Tensor
-        (T, K), the experts with the largest logits in fp64.
+    ``x`` and ``dy`` are (T, H), ``router`` is (E, H), ``weight1`` (E, 2 I, H) as ``[gate; up]`` or (E, I, H) without a
+    gate, and ``weight2`` (E, H, I). ``index`` (T, K) are the experts with the largest logits in fp64.
     """
 
     def __init__(self, sizes: Sizes, dtype: torch.dtype, device: torch.device, recipe: Recipe = BF16) -> None:
@@ -236,13 +230,7 @@ class Peer(NamedTuple):
 
 OURS_PEER = Peer(OURS, ours)
 COMPILED = Peer("torch grouped_mm, compiled", torch_compiled, devices=("cuda",))
-
-PEERS = (
-    OURS_PEER,
-    Peer("torch grouped_mm", torch_grouped),
-    COMPILED,
-    Peer("torch loop", torch_loop),
-)
+PEERS = (OURS_PEER, Peer("torch grouped_mm", torch_grouped), COMPILED, Peer("torch loop", torch_loop))
 
 
 # ---- reference -----------------------------------------------------------------------------------------------------

@@ -41,26 +41,13 @@ class Row:
 
 @dataclass
 class Prepared:
-    """The candidates of a layer that passed the check, and their figures apart from times, by name.
-
-    Attributes
-    ----------
-    candidates : dict of str to Candidate
-    notes : dict of str to str
-        The reason why a peer is no candidate, or a remark.
-    errors : dict of str to dict of str to float
-        The relative error of y and each gradient.
-    rerouted : dict of str to int
-        The number of tokens for which the experts differ from those with the largest logits in fp64.
-    memory : dict of (case, name) to (int, int)
-        Kept and peak bytes.
-    """
+    """The candidates of a layer that passed the check, and their figures apart from times, by name."""
 
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    notes: dict[str, str | None] = field(default_factory=dict)
-    errors: dict[str, dict[str, float]] = field(default_factory=dict)
-    rerouted: dict[str, int] = field(default_factory=dict)
-    memory: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    notes: dict[str, str | None] = field(default_factory=dict)  # the reason why a peer is no candidate, or a remark
+    errors: dict[str, dict[str, float]] = field(default_factory=dict)  # the relative error of y and each gradient
+    rerouted: dict[str, int] = field(default_factory=dict)  # tokens with other experts than by the logits in fp64
+    memory: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # kept and peak bytes by case and name
 
 
 def measure(work: Work, timer: Timer, peers: Iterable[Peer] = PEERS, advance: Advance = lambda name: None) -> list[Row]:
@@ -79,10 +66,14 @@ def prepare(work: Work, peers: Iterable[Peer] = PEERS, advance: Advance = lambda
             found.errors[peer.name], found.rerouted[peer.name] = check(work, candidate, exact)
             if work.device.type == "cuda":
                 for case in CASES:
-                    found.memory[case, peer.name] = _memory(call_of(case, candidate, work), work.device)
+                    call = call_of(case, candidate, work)
+                    call()  # so that compiling and tuning are left out
+                    found.memory[case, peer.name] = memory_of(call, work.device)
         except Exception as raised:  # noqa: BLE001 reported in the peer's row
             found.notes[peer.name] = why_not(raised)
-            _release(work.device)
+            gc.collect()
+            if work.device.type == "cuda":
+                torch.cuda.empty_cache()
             continue
         finally:
             advance(peer.name)
@@ -169,16 +160,11 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.ms is None:
         return ("",) * len(COLUMNS)
     low, high = row.quartiles_ms or (math.nan, math.nan)
-    return (
-        f"{row.ms:.3f}",
-        f"{low:.3f} to {high:.3f}",
-        "" if row.ours_is is None or row.name == OURS else f"{row.ours_is:.2f}x",
-        "" if row.tflops is None else f"{row.tflops:.3g}",
-        "" if row.host_us is None else f"{row.host_us:.0f}",
-        "" if row.kept_bytes is None else f"{row.kept_bytes / 2**20:.0f}",
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:.0f}",
-        "" if row.error is None else f"{row.error:.1e}",
-    )
+    mib = [None if size is None else size / 2**20 for size in (row.kept_bytes, row.peak_bytes)]
+    figures = (None if row.name == OURS else row.ours_is, row.tflops, row.host_us, *mib, row.error)
+    forms = ("{:.2f}x", "{:.3g}", "{:.0f}", "{:.0f}", "{:.0f}", "{:.1e}")
+    texts = ["" if x is None else form.format(x) for x, form in zip(figures, forms, strict=True)]
+    return (f"{row.ms:.3f}", f"{low:.3f} to {high:.3f}", *texts)
 
 
 def as_data(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -196,12 +182,6 @@ def call_of(case: str, candidate: Candidate, work: Work) -> Callable[[], Any]:
     return lambda: torch.autograd.grad(candidate.forward(), candidate.leaves, work.dy)
 
 
-def _memory(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
-    """Return `memory_of` a call that has run before, so that compiling and tuning are left out."""
-    call()
-    return memory_of(call, device)
-
-
 def _figures(times: dict[str, CallTime], name: str, flops: float, on_gpu: bool) -> dict[str, Any]:
     time, ours = times.get(name), times.get(OURS)
     if time is None:
@@ -213,9 +193,3 @@ def _figures(times: dict[str, CallTime], name: str, flops: float, on_gpu: bool) 
         "tflops": flops / time.median_ms / 1e9,
         "host_us": time.host_idle_us if on_gpu else None,  # on a CPU it equals ms
     }
-
-
-def _release(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

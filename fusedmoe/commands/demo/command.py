@@ -37,13 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Train, print, write the results, and return the exit status.
-
-    Raises
-    ------
-    fusedmoe.InputError
-        An option is invalid.
-    """
+    """Train, print, write the results, and return the exit status."""
     started, folder, given = time.perf_counter(), options.output, given_of(options)
     job, state = resumed(folder, given) if options.resume else (job_of(given), None)
     split = load_split()

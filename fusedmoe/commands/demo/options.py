@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.commands.options import flag
 from fusedmoe.numerics.formats.roles import WGRAD_BF16
 from fusedmoe.numerics.recipes import BF16, RECIPES, named
 
@@ -88,11 +89,6 @@ def job_of(given: dict[str, Any]) -> Job:
     job = Job(**((GPU_DEFAULTS if device == "cuda" else CPU_DEFAULTS) | {"device": device} | given))
     job.check()
     return job
-
-
-def flag(name: str) -> str:
-    """Return the command-line option of a field."""
-    return "--" + name.replace("_", "-")
 
 
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,13 +17,15 @@ from torch import nn
 from fusedmoe.base.errors import InputError
 from fusedmoe.commands.demo.data import Split, batches, windows
 from fusedmoe.commands.demo.model import ByteTransformer
-from fusedmoe.commands.demo.options import CHANGEABLE, Job, flag, job_of
+from fusedmoe.commands.demo.options import CHANGEABLE, Job, job_of
+from fusedmoe.commands.options import flag
 
 BETAS, WEIGHT_DECAY, CLIP_NORM = (0.9, 0.95), 0.1, 1.0
 WARM_UP_SHARE = FINAL_SHARE = 0.05
 BALANCE, Z = 0.01, 1e-4  # weights of the routers' losses
 LINES, EVALUATIONS = 24, 8  # per run
 CHECKPOINT = "checkpoint.pt"
+RECORDED = ("step", "seconds", "losses", "loads", "evaluations")  # of a `Trainer`
 BYTES_AT_A_TIME = 8192  # per forward pass of an evaluation
 
 
@@ -47,10 +49,7 @@ class MasterAdamW:
         self._weights: list[torch.Tensor] = list(model.parameters())
         self._masters = [w.detach().to(torch.float32, copy=True).requires_grad_() for w in self._weights]
         matrices, vectors = ([m for m in self._masters if (m.ndim >= 2) is wanted] for wanted in (True, False))
-        groups = [
-            {"params": matrices, "weight_decay": WEIGHT_DECAY},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
     def step(self, learning_rate: float) -> torch.Tensor:
@@ -132,7 +131,7 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         """Write the checkpoint; an interruption leaves the previous one."""
-        state = {name: getattr(self, name) for name in ("step", "seconds", "losses", "loads", "evaluations")}
+        state = {name: getattr(self, name) for name in RECORDED}
         state |= {"job": dataclasses.asdict(self.job), "model": self.model.state_dict()}
         state |= {"optimizer": self._optimizer.state_dict(), "random": torch.get_rng_state()}
         temporary = folder / f".{CHECKPOINT}.tmp"
@@ -144,7 +143,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        for name in ("step", "seconds", "losses", "loads", "evaluations"):
+        for name in RECORDED:
             setattr(self, name, state[name])
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import multiprocessing
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -18,6 +17,7 @@ from functools import partial
 
 import torch
 
+from fusedmoe.commands.compile import usable_cpus
 from fusedmoe.commands.verify.cases import UNEVEN, Case, Sizes
 from fusedmoe.commands.verify.checks import run_case
 from fusedmoe.commands.verify.machine import Gpu
@@ -39,27 +39,13 @@ def compile_ahead(
     run: Callable[[Case], None] | None = None,
     processes: int | None = None,
 ) -> None:
-    """Put the kernels of cases into the disk cache.
+    """Put the kernels of cases into the disk cache; run one of the cases that differ only in their rows.
 
-    It does nothing with one CPU or without a cache directory. An error is left to the verification, which runs into it
-    again.
-
-    Parameters
-    ----------
-    cases
-        The cases. One is run of those that differ only in their rows.
-    sizes, device
-        The widths of the layers, and the GPU.
-    say
-        Called with a line for the user, before the processes start.
-    run
-        The function that a process calls with a case; by default one that runs it.
-    processes
-        Their number; by default the number of CPUs, up to `MOST_PROCESSES`.
+    ``processes`` is by default the number of CPUs, up to `MOST_PROCESSES`. With one, or without a cache directory,
+    nothing is done. An error is left to the verification, which runs into it again.
     """
     chosen = one_per_layout(cases)
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = min(processes or cpus, MOST_PROCESSES, len(chosen))
+    processes = min(processes or usable_cpus(), MOST_PROCESSES, len(chosen))
     if processes < 2 or not _has_cache():
         return
     say(f"compiling the kernels of {len(chosen)} cases in {processes} processes")

@@ -55,30 +55,16 @@ BEFORE = 1.0
 
 @dataclass(frozen=True)
 class Call:
-    """A module and the arguments of a call, which can be repeated.
-
-    Attributes
-    ----------
-    case
-        The case.
-    module, x, inputs, grad_output
-        The module, its rows or tokens (R, H), its named inputs, and the gradient of its output.
-    num_experts
-        E; 0 without experts.
-    ends
-        Of rows in the order of experts: the end of each expert's rows. Empty for tokens.
-    used
-        Whether each row belongs to an expert: bool, (R,).
-    """
+    """A module and the arguments of a call, which can be repeated."""
 
     case: Case
     module: nn.Module
-    x: Tensor
+    x: Tensor  # rows or tokens, (R, H)
     inputs: dict[str, Tensor]
     grad_output: Tensor
-    num_experts: int
-    ends: tuple[int, ...]
-    used: Tensor = field(repr=False)
+    num_experts: int  # 0 without experts
+    ends: tuple[int, ...]  # of rows in the order of experts: the end of each expert's rows; empty for tokens
+    used: Tensor = field(repr=False)  # whether each row belongs to an expert: bool, (R,)
 
     @property
     def has_state(self) -> bool:
@@ -104,7 +90,9 @@ class Call:
         if not self.has_state:
             return self._results(self.module)
         module = deepcopy(self.module)
-        self._give_main_grads(module)  # which a copy lacks
+        for parameter, copied in zip(self.module.parameters(), module.parameters(), strict=True):
+            if hasattr(parameter, "main_grad"):  # which a copy lacks
+                copied.main_grad = torch.empty_like(parameter.main_grad)  # type: ignore[attr-defined]
         for _ in range(DELAYED_STEPS - 1):
             self._results(module)
         return self._results(module)
@@ -118,11 +106,6 @@ class Call:
     def forget_quantized_weights(self) -> None:
         """Let the next call quantize the weights."""
         fm.clear_weight_cache(self.module)
-
-    def _give_main_grads(self, module: nn.Module) -> None:
-        for parameter, copied in zip(self.module.parameters(), module.parameters(), strict=True):
-            if hasattr(parameter, "main_grad"):
-                copied.main_grad = torch.empty_like(parameter.main_grad)  # type: ignore[attr-defined]
 
     def _results(self, module: nn.Module) -> Results:
         parameters = dict(module.named_parameters())
@@ -155,38 +138,95 @@ class Call:
 
 def make_call(case: Case, sizes: Sizes, device: torch.device) -> Call:
     """Return the call of a case. The same case has the same values in every process."""
-    return MODULES[case.module](_Maker(case, sizes, device))
+    make = Maker(case, sizes, device)
+    module = make.ready(MODULES[case.module](make))
+    if case.module in ("experts", "stored_weights"):
+        return make.of_rows(module)
+    return make.alone(module, TOP_K) if case.module in ("moe", "dense") else make.of_tokens(module, TOP_K)
 
 
 class Maker:
-    """Random values, and calls with them; the generator's device draws them."""
+    """Random values, layers and calls of a case. The generator's device draws the values, by default the CPU."""
 
     def __init__(
-        self, case: Case, hidden: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+        self, case: Case, sizes: Sizes, device: torch.device, generator: torch.Generator | None = None
     ) -> None:
-        self.case, self.hidden, self.dtype, self.device = case, hidden, dtype, device
+        self.case, self.sizes, self.device = case, sizes, device
+        self.dtype = torch.float16 if case.recipe == "fp16" else torch.bfloat16
         self.experts = len(case.layout.splits)
-        self._generator = generator
+        self._generator = generator or torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
 
-    def randn(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return normal values."""
-        drawn = torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=self._generator.device)
-        return drawn.to(self.device, dtype or self.dtype)
+    def randn(self, *shape: int) -> Tensor:
+        """Return normal values, in fp32."""
+        on = self._generator.device
+        return torch.randn(*shape, generator=self._generator, dtype=torch.float32, device=on).to(self.device)
 
     def rand(self, *shape: int) -> Tensor:
         """Return values between 0.2 and 1, in fp32."""
-        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=self._generator.device)
+        on = self._generator.device
+        drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float32, device=on)
         return (drawn * 0.8 + 0.2).to(self.device)
+
+    # ---- layers ----
+
+    def mlp(self, scale: bool = True) -> list[nn.Module]:
+        """Return the ops of an expert MLP."""
+        activation, wide = self._activation()
+        hidden, intermediate = self.sizes.hidden, self.sizes.intermediate
+        factor = [fm.Scale("probs")] if scale else []
+        return [self.grouped(hidden, wide * intermediate), activation, *factor, self.grouped(intermediate, hidden)]
+
+    def grouped(self, width: int, features: int) -> fm.GroupedLinear:
+        """Return a grouped layer."""
+        biased = self.case.bias or self.case.frozen_bias
+        return fm.GroupedLinear(self.experts, width, features, bias=biased, dtype=self.dtype)
+
+    def _moe(self) -> nn.Module:
+        sizes, bias = self.sizes, self.case.bias
+        return fm.MoE(
+            sizes.hidden, sizes.intermediate, 8, TOP_K,
+            shared_intermediate=sizes.shared, router_bias=bias, dtype=self.dtype,
+        )  # fmt: skip
+
+    def _dense(self) -> nn.Module:
+        activation, wide = self._activation()
+        hidden, width, bias = self.sizes.hidden, self.sizes.shared, self.case.bias
+        first = fm.Linear(hidden, wide * width, bias=bias, dtype=self.dtype)
+        return fm.Sequential(first, activation, fm.Linear(width, hidden, bias=bias, dtype=self.dtype))
+
+    def _stored_weights(self) -> nn.Module:
+        hidden, intermediate = self.sizes.hidden, self.sizes.intermediate
+        return fm.Sequential(self.stored(2 * intermediate, hidden), fm.SwiGLU(), self.stored(hidden, intermediate))
 
     def stored(self, features: int, width: int) -> fm.GroupedLinear:
         """Return a grouped layer whose weight is stored in FP8."""
-        weight = self.randn(self.experts, features, width, dtype=torch.float32) / width**0.5
+        weight = self.randn(self.experts, features, width) / width**0.5
         q = fm.quantize(weight, fp8_block(across=128, power_of_two=False))
         return fm.GroupedLinear.from_quantized(q.data, q.scale)
 
     def ready(self, module: nn.Module) -> nn.Module:
-        """Return the module with its weights."""
+        """Move a module to the device, with random parameters, and ``main_grad`` if the case has it."""
+        module = module.to(self.device)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    fan_in = parameter.shape[-1] if parameter.dim() > 1 else 16
+                    of_bias = parameter.shape[-2] == self.experts if parameter.dim() == 2 else False
+                    parameter.copy_(self.randn(*parameter.shape) / (4 if of_bias else fan_in**0.5))
+        for layer in module.modules():
+            if self.case.frozen_bias and isinstance(layer, fm.GroupedLinear):
+                cast("Tensor", layer.bias).requires_grad_(False)
+            if self.case.main_grad and isinstance(layer, fm.GroupedLinear | fm.Linear):
+                layer.accumulate_into_main_grad = True
+                layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)  # type: ignore[attr-defined]
         return module
+
+    def _activation(self) -> tuple[Op, int]:
+        """Return the activation, and the width of its input over that of its output."""
+        activation = ACTIVATIONS[self.case.activation]()
+        return activation, 1 if isinstance(activation, fm.SquaredReLU) else 2
+
+    # ---- calls ----
 
     def of_rows(
         self, module: nn.Module, *, splits_dtype: torch.dtype = torch.int64, features: int | None = None
@@ -198,7 +238,7 @@ class Maker:
         inputs = {"splits": torch.tensor(layout.splits, dtype=splits_dtype, device=self.device)}
         if any(isinstance(op, fm.Scale) for op in module.children()):
             inputs["probs"] = self._poisoned(self.rand(layout.rows), used)
-        return self._call(self.ready(module), layout.rows, inputs, ends, used, features)
+        return self._call(module, inputs, used, ends, features)
 
     def of_tokens(self, module: nn.Module, top_k: int, weight_dtype: torch.dtype = torch.float32) -> Call:
         """Return a call with tokens and their experts. The ids of rows without an expert are those of no expert."""
@@ -208,124 +248,37 @@ class Maker:
         index = torch.arange(self.experts + 1, device="cpu").repeat_interleave(counts)[order].view(-1, top_k)
         weight = self.rand(*index.shape).to(weight_dtype).requires_grad_()
         inputs = {"expert_index": index.to(self.device), "expert_weight": weight}
-        used = (index < self.experts).any(1)
-        return self._call(self.ready(module), len(index), inputs, (), used)
+        return self._call(module, inputs, (index < self.experts).any(1))
 
     def alone(self, module: nn.Module, top_k: int) -> Call:
         """Return a call with tokens alone."""
-        tokens = self.case.layout.rows // top_k
-        return self._call(self.ready(module), tokens, {}, (), torch.ones(tokens, dtype=torch.bool, device="cpu"))
+        return self._call(module, {}, torch.ones(self.case.layout.rows // top_k, dtype=torch.bool, device="cpu"))
 
     def _call(
         self,
         module: nn.Module,
-        rows: int,
         inputs: dict[str, Tensor],
-        ends: tuple[int, ...],
         used: Tensor,
+        ends: tuple[int, ...] = (),
         features: int | None = None,
     ) -> Call:
-        x = self._poisoned(self.randn(rows, self.hidden), used)
-        grad = self._poisoned(self.randn(rows, features or self.hidden), used).detach()
-        return Call(self.case, module, x, inputs, grad, self.experts, ends, used.to(self.device))
+        x, grad = (
+            self._poisoned(self.randn(len(used), width).to(self.dtype), used)
+            for width in (self.sizes.hidden, features or self.sizes.hidden)
+        )
+        return Call(self.case, module, x, inputs, grad.detach(), self.experts, ends, used.to(self.device))
 
     def _poisoned(self, values: Tensor, used: Tensor) -> Tensor:
         values[~used.to(values.device)] = torch.nan
         return values.requires_grad_()
 
 
-class _Maker(Maker):
-    """Layers for a case."""
-
-    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
-        dtype = torch.float16 if case.recipe == "fp16" else torch.bfloat16
-        generator = torch.Generator().manual_seed(zlib.crc32(case.name.encode()))
-        super().__init__(case, sizes.hidden, dtype, device, generator)
-        self.sizes = sizes
-
-    def activation(self) -> tuple[Op, int]:
-        """Return the activation, and the width of its input over that of its output."""
-        activation = ACTIVATIONS[self.case.activation]()
-        return activation, 1 if isinstance(activation, fm.SquaredReLU) else 2
-
-    def mlp(self, scale: bool = True) -> list[nn.Module]:
-        """Return the ops of an expert MLP."""
-        activation, wide = self.activation()
-        hidden, intermediate = self.sizes.hidden, self.sizes.intermediate
-        return [
-            self.grouped(hidden, wide * intermediate),
-            activation,
-            *([fm.Scale("probs")] if scale else []),
-            self.grouped(intermediate, hidden),
-        ]
-
-    def grouped(self, width: int, features: int) -> fm.GroupedLinear:
-        """Return a grouped layer."""
-        biased = self.case.bias or self.case.frozen_bias
-        return fm.GroupedLinear(self.experts, width, features, bias=biased, dtype=self.dtype)
-
-    def ready(self, module: nn.Module) -> nn.Module:
-        """Move a module to the device, with random parameters, and ``main_grad`` if the case has it."""
-        module = module.to(self.device)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    fan_in = parameter.shape[-1] if parameter.dim() > 1 else 16
-                    of_bias = parameter.shape[-2] == self.experts if parameter.dim() == 2 else False
-                    parameter.copy_(self.randn(*parameter.shape) / (4 if of_bias else fan_in**0.5))
-        for layer in module.modules() if self.case.frozen_bias else ():
-            if isinstance(layer, fm.GroupedLinear):
-                cast("Tensor", layer.bias).requires_grad_(False)
-        for layer in module.modules() if self.case.main_grad else ():
-            if isinstance(layer, fm.GroupedLinear | fm.Linear):
-                layer.accumulate_into_main_grad = True
-                layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        return module
-
-
-def _experts(make: _Maker) -> Call:
-    return make.of_rows(fm.Sequential(*make.mlp()))
-
-
-def _routed(make: _Maker) -> Call:
-    return make.of_tokens(fm.Sequential(fm.Dispatch(), *make.mlp(), fm.Combine(None)), TOP_K)
-
-
-def _weighted_at_the_end(make: _Maker) -> Call:
-    return make.of_tokens(fm.Sequential(fm.Dispatch(), *make.mlp(scale=False), fm.Combine("probs")), TOP_K)
-
-
-def _routed_layer(make: _Maker) -> Call:
-    layer = make.grouped(make.sizes.hidden, make.sizes.hidden)
-    return make.of_tokens(fm.Sequential(fm.Dispatch(), layer, fm.Combine(None)), TOP_K)
-
-
-def _moe(make: _Maker) -> Call:
-    sizes, options = make.sizes, {"router_bias": make.case.bias, "dtype": make.dtype}
-    layer = fm.MoE(sizes.hidden, sizes.intermediate, 8, TOP_K, shared_intermediate=sizes.shared, **options)  # type: ignore[arg-type]
-    return make.alone(layer, TOP_K)
-
-
-def _dense(make: _Maker) -> Call:
-    activation, wide = make.activation()
-    hidden, width = make.sizes.hidden, make.sizes.shared
-    first = fm.Linear(hidden, wide * width, bias=make.case.bias, dtype=make.dtype)
-    last = fm.Linear(width, hidden, bias=make.case.bias, dtype=make.dtype)
-    return make.alone(fm.Sequential(first, activation, last), TOP_K)
-
-
-def _stored_weights(make: _Maker) -> Call:
-    hidden, intermediate = make.sizes.hidden, make.sizes.intermediate
-    layers = make.stored(2 * intermediate, hidden), fm.SwiGLU(), make.stored(hidden, intermediate)
-    return make.of_rows(fm.Sequential(*layers))
-
-
-MODULES: dict[str, Callable[[_Maker], Call]] = {
-    "experts": _experts,
-    "routed": _routed,
-    "weighted_at_the_end": _weighted_at_the_end,
-    "routed_layer": _routed_layer,
-    "moe": _moe,
-    "dense": _dense,
-    "stored_weights": _stored_weights,
+MODULES: dict[str, Callable[[Maker], nn.Module]] = {
+    "experts": lambda make: fm.Sequential(*make.mlp()),
+    "routed": lambda make: fm.Sequential(fm.Dispatch(), *make.mlp(), fm.Combine(None)),
+    "weighted_at_the_end": lambda make: fm.Sequential(fm.Dispatch(), *make.mlp(scale=False), fm.Combine("probs")),
+    "routed_layer": lambda make: fm.Sequential(fm.Dispatch(), make.grouped(*[make.sizes.hidden] * 2), fm.Combine(None)),
+    "moe": Maker._moe,
+    "dense": Maker._dense,
+    "stored_weights": Maker._stored_weights,
 }

@@ -35,35 +35,19 @@ LAYOUTS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """The widths of the layers: 128 times an odd number, so that no tile of 256 features fits.
-
-    Attributes
-    ----------
-    hidden, intermediate
-        The widths of rows and of an expert's intermediate features.
-    shared
-        The intermediate features of dense layers.
-    """
+    """The widths of the layers: 128 times an odd number, so that no tile of 256 features fits."""
 
     hidden: int = 384
-    intermediate: int = 640
-    shared: int = 128
+    intermediate: int = 640  # of an expert
+    shared: int = 128  # of dense layers
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of relative errors, in the Frobenius norm of each expert's part of a result. Zeros have an error of 1.
+    """Bounds of relative errors, in the Frobenius norm of each expert's part of a result. Zeros have an error of 1."""
 
-    Attributes
-    ----------
-    unfused
-        Against plain PyTorch, which also rounds what passes from op to op.
-    rounding
-        Against the same arithmetic with the rounding points of the kernels; None where no such reference exists.
-    """
-
-    unfused: float
-    rounding: float | None = None
+    unfused: float  # against plain PyTorch, which also rounds the values between ops
+    rounding: float | None = None  # against the same arithmetic with the kernels' rounding points, where it exists
 
 
 BOUNDS = {
@@ -98,43 +82,24 @@ BETWEEN_RANKS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A call of a small module.
-
-    Attributes
-    ----------
-    module
-        The name of a function of `fusedmoe.commands.verify.calls`.
-    recipe
-        A key of `BOUNDS`.
-    layout
-        The rows per expert.
-    activation
-        A key of `fusedmoe.commands.verify.calls.ACTIVATIONS`.
-    bias, frozen_bias
-        Whether the layers have biases; whether the experts have biases without gradients.
-    main_grad, summed
-        Whether weight gradients are added to ``main_grad``; to ``grad``.
-    disabled
-        The rules that are switched off, so that others run.
-    """
+    """A call of a small module; `fusedmoe.commands.verify.calls` has the modules, recipes and activations by name."""
 
     module: str
     recipe: str
     layout: Layout = UNEVEN
     activation: str = "swiglu"
     bias: bool = False
-    frozen_bias: bool = False
-    main_grad: bool = False
-    summed: bool = False
-    disabled: tuple[str, ...] = ()
+    frozen_bias: bool = False  # the experts have biases without gradients
+    main_grad: bool = False  # weight gradients are added to ``main_grad``
+    summed: bool = False  # weight gradients are added to ``grad``
+    disabled: tuple[str, ...] = ()  # the rules that are switched off, so that others run
 
     @property
     def name(self) -> str:
         """The case in words."""
         extras = [self.activation] if self.activation != "swiglu" else []
-        words = {"bias": self.bias, "frozen bias": self.frozen_bias, "main_grad": self.main_grad}
-        words |= {"summed": self.summed}
-        extras += [word for word, given in words.items() if given]
+        flags = ("bias", "frozen_bias", "main_grad", "summed")
+        extras += [flag.replace("frozen_", "frozen ") for flag in flags if getattr(self, flag)]
         extras += [f"without {pattern}" for pattern in self.disabled]
         return ", ".join([self.module.replace("_", " "), self.recipe, self.layout.name, *extras])
 
@@ -161,9 +126,7 @@ def _of_recipes(*recipes: str) -> tuple[Case, ...]:
         for recipe in recipes
         for case in (
             *(Case("experts", recipe, layout) for layout in LAYOUTS),
-            Case("experts", recipe, TAIL, "clamped swiglu"),
-            Case("experts", recipe, TAIL, "geglu"),
-            Case("experts", recipe, TAIL, "squared relu"),
+            *(Case("experts", recipe, TAIL, activation) for activation in ("clamped swiglu", "geglu", "squared relu")),
             Case("experts", recipe, TAIL, bias=True),
             Case("experts", recipe, TAIL, main_grad=True),
             Case("routed", recipe, LAYOUTS[1]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,10 +17,10 @@ import fusedmoe as fm
 from fusedmoe.commands.verify import rounding
 from fusedmoe.commands.verify.calls import Call, make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BOUNDS, REPEAT_BOUND, ROW_BOUND, Case, Sizes
-from fusedmoe.commands.verify.memory import poisoned_memory
+from fusedmoe.commands.verify.machine import poisoned_memory
 
 if TYPE_CHECKING:
-    from fusedmoe.commands.verify.machine import Machine, Results
+    from fusedmoe.commands.verify.machine import Gpu, Results
 
 __all__ = ["REPEATS", "Found", "Outcome", "run_case"]
 
@@ -31,57 +31,27 @@ REPEATS = 20
 
 @dataclass(frozen=True)
 class Found:
-    """The findings of the checks of a case.
+    """The findings of the checks of a case."""
 
-    Attributes
-    ----------
-    error, bound, result
-        The largest relative error against plain PyTorch for its bound, that bound, and the result with it.
-    rounding_error, rounding_bound
-        The same against the arithmetic with the kernels' rounding points; None without such a reference.
-    repeats
-        The repeats that had the bits of the first call, and all repeats.
-    graph
-        Whether the replay of a CUDA graph had the bits of the eager call; None where the host reads a tensor, or where
-        a call changes the module.
-    streams
-        Whether calls on two streams had the bits of the first call; None where a call changes the module, or where
-        calls write to the same ``main_grad``.
-    problems
-        The checks that failed, in words.
-    """
-
-    error: float = math.nan
+    error: float = math.nan  # the largest relative error against plain PyTorch for its bound
     bound: float = math.nan
-    result: str = ""
-    rounding_error: float | None = None
+    result: str = ""  # the result with this error
+    rounding_error: float | None = None  # against the arithmetic with the kernels' rounding points, where it exists
     rounding_bound: float | None = None
-    repeats: tuple[int, int] = (0, 0)
-    graph: bool | None = None
-    streams: bool | None = None
-    problems: tuple[str, ...] = ()
+    repeats: tuple[int, int] = (0, 0)  # those that had the bits of the first call, and all
+    graph: bool | None = None  # whether the replay of a CUDA graph had these bits; None without this check
+    streams: bool | None = None  # whether calls on two streams had these bits; None without this check
+    problems: tuple[str, ...] = ()  # the checks that failed, in words
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case.
-
-    Attributes
-    ----------
-    case
-        The case.
-    rules
-        The rules of its plan, those of steps between ops included.
-    found
-        The findings.
-    blamed
-        Of a case with problems: the rules without which it has none; all its rules if there are none.
-    """
+    """The outcome of a case."""
 
     case: Case
-    rules: tuple[str, ...]
+    rules: tuple[str, ...]  # of its plan, those of steps between ops included
     found: Found
-    blamed: tuple[str, ...] = ()
+    blamed: tuple[str, ...] = ()  # with problems: the rules without which there are none; all rules if there are none
 
     @property
     def passed(self) -> bool:
@@ -89,7 +59,7 @@ class Outcome:
         return not self.found.problems
 
 
-def run_case(case: Case, sizes: Sizes, machine: Machine, repeats: int = REPEATS) -> Outcome:
+def run_case(case: Case, sizes: Sizes, machine: Gpu, repeats: int = REPEATS) -> Outcome:
     """Run a case and, if it fails, find the rules that it fails with. An exception of a call is a problem."""
     rules: tuple[str, ...] = ()
     try:
@@ -108,15 +78,12 @@ def run_case(case: Case, sizes: Sizes, machine: Machine, repeats: int = REPEATS)
         return _look(call, machine, repeats, (*case.disabled, *disabled), rules, captures)
 
     found = look(())
-    return Outcome(case, rules, found, _blamed(rules, look) if found.problems else ())
-
-
-def _blamed(rules: tuple[str, ...], look: Callable[[tuple[str, ...]], Found]) -> tuple[str, ...]:
-    return tuple(rule for rule in rules if not look((rule,)).problems) or rules
+    blamed = tuple(rule for rule in rules if not look((rule,)).problems) if found.problems else ()
+    return Outcome(case, rules, found, blamed or rules if found.problems else ())
 
 
 def _look(
-    call: Call, machine: Machine, repeats: int, disabled: tuple[str, ...], rules: Collection[str], captures: bool
+    call: Call, machine: Gpu, repeats: int, disabled: tuple[str, ...], rules: Collection[str], captures: bool
 ) -> Found:
     try:
         with _without(("*",)):
@@ -132,7 +99,7 @@ def _look(
 
 
 def _compared(
-    call: Call, machine: Machine, repeats: int, expected: Results, rules: Collection[str], captures: bool
+    call: Call, machine: Gpu, repeats: int, expected: Results, rules: Collection[str], captures: bool
 ) -> Found:
     """Return the findings of fused calls."""
     call.forget_quantized_weights()
@@ -171,11 +138,10 @@ def _errors(call: Call, got: Results, expected: Results, rules: Collection[str])
     if got.keys() != expected.keys():
         return Found(problems=(f"expected {', '.join(expected)}, got {', '.join(got)}",))
     result, error, problems = _largest(call, got, expected, bounds.unfused, "plain PyTorch")
-    found = Found(error, bounds.unfused, result, problems=problems)
     if bounds.rounding is None or not rounding.applies(call, rules):
-        return found
-    _, error, more = _largest(call, got, rounding.results(call), bounds.rounding, "the rounding of the kernels")
-    return replace(found, rounding_error=error, rounding_bound=bounds.rounding, problems=(*problems, *more))
+        return Found(error, bounds.unfused, result, problems=problems)
+    _, rounded, more = _largest(call, got, rounding.results(call), bounds.rounding, "the rounding of the kernels")
+    return Found(error, bounds.unfused, result, rounded, bounds.rounding, problems=(*problems, *more))
 
 
 def _largest(
@@ -244,12 +210,7 @@ def _same(got: Results, first: Results, inexact: Collection[str]) -> bool:
 
 
 def _without(patterns: tuple[str, ...]) -> AbstractContextManager[object]:
-    return fm.disabled(*patterns) if patterns else _nothing()
-
-
-@contextlib.contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+    return fm.disabled(*patterns) if patterns else contextlib.nullcontext()
 
 
 def _said(error: Exception) -> str:

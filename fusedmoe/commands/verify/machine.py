@@ -1,17 +1,19 @@
-"""The interface to the GPU: CUDA graphs and streams. Tests replace it."""
+"""The GPU: CUDA graphs and streams, which tests replace, and poisoned memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.base.target import arch_of
 from fusedmoe.commands.doctor import driver
 
-__all__ = ["Gpu", "Machine", "NoGpuError", "Results", "find_gpu"]
+__all__ = ["Gpu", "NoGpuError", "Results", "find_gpu", "poisoned_memory"]
 
 Results: TypeAlias = "dict[str, Tensor]"
 """The output of a call and its gradients, by name."""
@@ -21,33 +23,8 @@ class NoGpuError(Exception):
     """The machine has no GPU to verify; the message has the reason."""
 
 
-class Machine(Protocol):
-    """A GPU to verify.
-
-    Attributes
-    ----------
-    device
-        The device of the tensors.
-    arch
-        The architecture, 90 for sm_90.
-    name, driver
-        The name of the GPU and the version of its driver.
-    """
-
-    device: torch.device
-    arch: int
-    name: str
-    driver: str
-
-    def replayed(self, call: Callable[[], Results]) -> Results:
-        """Return the results of a call that a CUDA graph has captured, after a replay."""
-
-    def on_two_streams(self, call: Callable[[], Results]) -> list[Results]:
-        """Return the results of calls on two streams at once."""
-
-
 class Gpu:
-    """A GPU of this machine, as a `Machine`."""
+    """A GPU of this machine, such as 90 for the architecture sm_90, and the version of its driver."""
 
     WARM_UPS = 2
     CALLS_PER_STREAM = 3
@@ -100,3 +77,31 @@ def find_gpu() -> Gpu:
     if torch.version.hip is not None or not torch.cuda.is_available():
         raise NoGpuError("torch sees no NVIDIA GPU to verify; see `fusedmoe doctor`")
     return Gpu(torch.device("cuda", torch.cuda.current_device()))
+
+
+# ---- memory whose content is NaN until it is written ----------------------------------------------------------------
+
+_ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+ALL_BITS = 255
+"""The byte that fills new memory: NaN in every floating-point format of torch that has one, -1 in integers."""
+
+
+class _Poison(TorchDispatchMode):
+    """Fills what these operators return. Modes of torch functions are not active in a backward pass, this one is."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        call: Callable[..., Any] = func
+        result = call(*args, **(kwargs or {}))
+        if func.namespace == "aten" and func.overloadpacket.__name__ in _ALLOCATES and isinstance(result, Tensor):
+            as_bytes = torch.empty(0, dtype=torch.uint8, device=result.device)
+            as_bytes.set_(result.untyped_storage()).fill_(ALL_BITS)
+        return result
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill every tensor that Python code allocates uninitialized inside the block, also in the backward pass."""
+    with _Poison():  # type: ignore[no-untyped-call]
+        yield

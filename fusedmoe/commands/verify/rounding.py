@@ -45,26 +45,23 @@ def results(call: Call) -> Results:
     layers = {name: op for name, op in call.module.named_children() if isinstance(op, fm.GroupedLinear)}
     (name1, first), (name2, last) = layers.items()
     activation = cast("Any", call.module)[int(name1) + 1]
-    of_weights = f"{name1}.weight", f"{name2}.weight"
     if call.case.module == "experts":
-        rows = call.ends[-1]
-        x, dy, probs = (t.detach()[:rows] for t in (call.x, call.grad_output, call.inputs["probs"]))
-        y, dx, dprobs, *dw = _mlp(call.case.recipe, x, dy, probs, call.ends, first, activation, last)
-        found = {"y": y, "x": dx, "probs": dprobs}
-        whole = {name: _with_tail(t, call.x.shape[0]) for name, t in found.items()}
-        return whole | dict(zip(of_weights, dw, strict=True))
-    index, weight = call.inputs["expert_index"], call.inputs["expert_weight"]
-    expert = index.flatten()
-    slots = expert.argsort(stable=True)
-    slots = slots[expert[slots] < call.num_experts]
-    ends = tuple(expert.bincount(minlength=call.num_experts)[: call.num_experts].cumsum(0).tolist())
-    token = slots // index.shape[1]
-    x, dy, probs = call.x.detach()[token], call.grad_output[token], weight.detach().flatten()[slots]
+        factor, ends = "probs", call.ends
+        slots = row = torch.arange(ends[-1], device=call.x.device)
+    else:
+        factor, index = "expert_weight", call.inputs["expert_index"]
+        expert = index.flatten()
+        slots = expert.argsort(stable=True)
+        slots = slots[expert[slots] < call.num_experts]
+        ends = tuple(expert.bincount(minlength=call.num_experts)[: call.num_experts].cumsum(0).tolist())
+        row = slots // index.shape[1]
+    scale = call.inputs[factor].detach()
+    x, dy, probs = call.x.detach()[row], call.grad_output[row], scale.flatten()[slots]
     y, dx, dprobs, *dw = _mlp(call.case.recipe, x, dy, probs, ends, first, activation, last)
-    tokens = dx.new_zeros(call.x.shape)
-    found = {"y": tokens.index_add(0, token, y), "x": tokens.index_add(0, token, dx)}
-    found["expert_weight"] = dprobs.new_zeros(weight.numel()).index_copy(0, slots, dprobs).view(weight.shape)
-    return found | dict(zip(of_weights, dw, strict=True))
+    rows = dx.new_zeros(call.x.shape)
+    found = {"y": rows.index_add(0, row, y), "x": rows.index_add(0, row, dx)}
+    found[factor] = dprobs.new_zeros(scale.numel()).index_copy(0, slots, dprobs).view(scale.shape)
+    return found | dict(zip((f"{name1}.weight", f"{name2}.weight"), dw, strict=True))
 
 
 def _mlp(
@@ -89,26 +86,16 @@ def _mlp(
         return t if recipe == "mxfp8" else t.bfloat16().float()
 
     p = experts.products(x, experts.weight(w1).mT, first.bias)
-    d = written(_activation(activation, p) * probs)
+    d = written(cast("Any", activation).compute(p) * probs)
     y = experts.products(d, experts.weight(w2).mT, last.bias)
 
     g = experts.products(dy, experts.weight(w2, -2))
     p = p.bfloat16().float().requires_grad_()
     with torch.enable_grad():
-        a = _activation(activation, p)
+        a = cast("Any", activation).compute(p)
     dp = written(*torch.autograd.grad(a, p, g * probs))
     dx = experts.products(dp, experts.weight(w1, -2))
     return y, dx, (g * a.detach()).sum(1), experts.sums(dp, x), experts.sums(dy, d)
-
-
-def _activation(activation: Op, p: Tensor) -> Tensor:
-    return cast("Tensor", activation.compute(p))
-
-
-def _with_tail(t: Tensor, rows: int) -> Tensor:
-    whole = t.new_zeros(rows, *t.shape[1:])
-    whole[: len(t)] = t
-    return whole
 
 
 class _Experts:
@@ -127,10 +114,8 @@ class _Experts:
     def products(self, rows: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return each row, quantized by rows, times its expert's matrix, plus its expert's bias."""
         values: Tensor = fm.quantize(rows, self._of_rows, offsets=self._offsets).dequantize(torch.float32)
-        sums = [values[of] @ weight for of, weight in zip(self._slices, weights, strict=True)]
-        if bias is not None:
-            sums = [t + b for t, b in zip(sums, bias.detach().float(), strict=True)]
-        return torch.cat(sums)
+        added = weights.new_zeros(len(weights), 1) if bias is None else bias.detach().float()
+        return torch.cat([values[of] @ w + b for of, w, b in zip(self._slices, weights, added, strict=True)])
 
     def sums(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the weight gradient of rows ``a`` and ``b``, quantized by columns."""

@@ -8,18 +8,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from multiprocessing.connection import Connection
 
-from fusedmoe.commands.verify.soak.layers import DISTRIBUTIONS
-from fusedmoe.commands.verify.soak.worker import SCHEDULES, Begins, Item, Repeats, Request, Said, Wrong, work
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from fusedmoe.commands.verify.soak.worker import Subject
-    from fusedmoe.kernels.build.kernel import Kernel
-
-__all__ = ["CALLS", "Soaked", "family_of", "soak"]
+from benchmarks.soak.layers import DISTRIBUTIONS
+from benchmarks.soak.worker import SCHEDULES, Begins, Item, Repeats, Request, Said, Subject, Wrong, work
+from fusedmoe.kernels.build.kernel import Kernel
 
 CALLS = 20_000
 """The least number of repeats of a family."""
@@ -29,7 +22,7 @@ MOST_PROCESSES = 6
 """After so many processes that hung or died, the rest is not soaked."""
 MOST_PROBLEMS = 200
 
-Target = Callable[[Request, "Connection"], None]
+Target = Callable[[Request, Connection], None]
 
 
 def family_of(kernel: Kernel) -> str:
@@ -47,34 +40,17 @@ def family_of(kernel: Kernel) -> str:
 
 @dataclass
 class Soaked:
-    """The outcome of a soak.
+    """The outcome of a soak."""
 
-    Attributes
-    ----------
-    families
-        The symbols by family.
-    wanted
-        The least number of repeats of a family.
-    calls, beside_load, differing, seconds
-        Of each symbol: the repeats, those beside the load of another stream, those with other bits than the first
-        launch, and their time.
-    items
-        The items that were repeated.
-    wrong
-        The problems.
-    ended
-        The symbols that hung or ended the process.
-    """
-
-    families: dict[str, list[str]]
-    wanted: int
-    calls: Counter[str] = field(default_factory=Counter)
-    beside_load: Counter[str] = field(default_factory=Counter)
-    differing: Counter[str] = field(default_factory=Counter)
+    families: dict[str, list[str]]  # the symbols by family
+    wanted: int  # the least number of repeats of a family
+    calls: Counter[str] = field(default_factory=Counter)  # the repeats of each symbol
+    beside_load: Counter[str] = field(default_factory=Counter)  # those beside the load of another stream
+    differing: Counter[str] = field(default_factory=Counter)  # those with other bits than the first launch
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    items: set[Item] = field(default_factory=set)
+    items: set[Item] = field(default_factory=set)  # those that were repeated
     wrong: list[Wrong] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)  # the symbols that hung or ended the process
 
     @property
     def passed(self) -> bool:
@@ -120,25 +96,7 @@ def soak(
     target: Target = work,
     limit_s: float = LIMIT_S,
 ) -> Soaked:
-    """Soak kernels, and return the outcome.
-
-    Parameters
-    ----------
-    kernels
-        The kernels whose launches are repeated.
-    subjects
-        The layers and functions that run them.
-    device
-        The name of the device.
-    say
-        Called with lines for the user.
-    calls
-        The least number of repeats of each family.
-    target
-        The function of the other process.
-    limit_s
-        Seconds for a call.
-    """
+    """Soak the kernels that the subjects run, each family at least ``calls`` times, with ``target`` in a process."""
     families: dict[str, list[str]] = {}
     for kernel in kernels:
         families.setdefault(family_of(kernel), []).append(kernel.symbol)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmoe.commands.verify.soak.layers import ROWS, rows_per_expert
-from fusedmoe.kernels.options import KernelOptions
+from benchmarks.soak.layers import ROWS, rows_per_expert
+from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import products
@@ -23,11 +23,6 @@ from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.products import with_strides
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
-
-if TYPE_CHECKING:
-    from fusedmoe.kernels.options import Schedule
-
-__all__ = ["DIRECT", "Direct", "Operands"]
 
 FEW_SMS = 16
 """Of a sum that another launch runs beside."""
@@ -120,11 +115,12 @@ def _both(
     """Return the results of a product by ranges, and of the whole product."""
     whole = bind(*tensors)(*call(o.offsets))
     parts = bind(*tensors, ranges=True)(*call([o.ranges()]))
-    named = [
-        {str(i): t for i, t in enumerate(results if isinstance(results, tuple) else (results,)) if t is not None}
-        for results in (parts, whole)
-    ]
-    return named[0], named[1]
+    return _named(parts), _named(whole)
+
+
+def _named(results: Any) -> Values:
+    each = results if isinstance(results, tuple) else (results,)
+    return {str(i): t for i, t in enumerate(each) if t is not None}
 
 
 def product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:

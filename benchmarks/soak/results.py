@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from fusedmoe.commands.verify.calls import Call
 from fusedmoe.commands.verify.cases import BOUNDS
 from fusedmoe.commands.verify.checks import OF_ROWS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.commands.verify.calls import Call
-
-__all__ = ["wrong_results"]
 
 OF_EXPERT = 0.25
 """The bound of the relative error of an expert's part. One wrong tile of eight has an error of 0.35."""
@@ -48,20 +42,16 @@ def _errors(call: Call, name: str, got: Tensor, want: Tensor) -> tuple[float, fl
         used = call.used
         others = bool((got[~used] != 0).any())
         off, norm = off.where(used, 0.0), norm.where(used, 0.0)
-    error = _ratio(off.sum(), norm.sum())
+    error = float(_relative(off.sum(), norm.sum()))
     if name in ("y", "x") and call.ends:
         ends = torch.tensor(call.ends, device=off.device)
         expert = torch.searchsorted(ends, torch.arange(len(off), device=off.device), right=True)
         off, norm = (t.new_zeros(len(ends) + 1).index_add_(0, expert, t) for t in (off, norm))
     elif len(off) != call.num_experts or name.startswith("router"):
         return error, 0.0, others
-    return error, float(torch.stack([_relative(off, norm)]).max()), others
+    return error, float(_relative(off, norm).max()), others
 
 
 def _relative(off: Tensor, norm: Tensor) -> Tensor:
     """Return the relative errors; infinity for an error where zeros are expected, and for NaN."""
     return torch.where(norm > 0, off / norm, torch.where(off > 0, torch.inf, 0.0)).sqrt().nan_to_num(nan=torch.inf)
-
-
-def _ratio(off: Tensor, norm: Tensor) -> float:
-    return float(_relative(off, norm))

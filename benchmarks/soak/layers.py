@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 import fusedmoe as fm
+from fusedmoe.commands.verify import calls
 from fusedmoe.commands.verify.calls import Call, Maker
-from fusedmoe.commands.verify.cases import Case, Layout
-
-if TYPE_CHECKING:
-    from fusedmoe.kernels.options import Schedule
-    from fusedmoe.ops.op import Op
-
-__all__ = ["DISTRIBUTIONS", "LAYERS", "Layer", "MadeLayer", "rows_per_expert"]
+from fusedmoe.commands.verify.cases import Case, Layout, Sizes
+from fusedmoe.kernels.options import Schedule
+from fusedmoe.ops.op import Op
 
 ROWS = 16384
 FEW_ROWS = 2048
@@ -30,13 +27,9 @@ GROUPS = 8
 """Of the experts of a router with sigmoid scores."""
 
 ACTIVATIONS: dict[str, Callable[[], Op]] = {
-    "swiglu": fm.SwiGLU,
-    "clamped swiglu": lambda: fm.SwiGLU(limit=1.5, alpha=1.702, offset=1.0),
+    **calls.ACTIVATIONS,
     "interleaved swiglu": lambda: fm.SwiGLU(limit=1.5, alpha=1.702, offset=1.0, interleaved=True),
-    "geglu_tanh": fm.GeGLU,
     "geglu_erf": lambda: fm.GeGLU("none"),
-    "reglu": fm.ReGLU,
-    "squared relu": fm.SquaredReLU,
 }
 
 
@@ -44,51 +37,30 @@ ACTIVATIONS: dict[str, Callable[[], Op]] = {
 class Layer:
     """A layer and its arguments.
 
-    Attributes
-    ----------
-    kind
-        ``"rows"``: expert MLPs on sorted rows; ``"first"``: without their second product; ``"stored"``: with weights
-        that are stored in FP8. ``"tokens"``: the MLPs with `Dispatch` and `Combine`; ``"slots"``: these two alone.
-        ``"moe"``: `MoE`. ``"dense"``: an MLP without experts.
-    recipe
-        A key of `fusedmoe.commands.verify.calls.RECIPES`.
-    tiles
-        The number of candidate tiles of its products that it runs with, one after the other.
-    scaled
-        Whether a factor per row follows the activation.
-    combine
-        The weights of the sum over slots, as for `Combine`.
-    frozen
-        The weight without a gradient.
-    main_grad, summed
-        Whether weight gradients are added to ``main_grad``; to ``grad``.
-    transposed
-        Whether weights have unit stride along their output features.
-    grad
-        Whether there is a backward pass.
-    weight_dtype
-        Of the routing weights, and of a router's weight.
+    The kinds: ``"rows"``, expert MLPs on sorted rows; ``"first"``, without their second product; ``"stored"``, with
+    weights that are stored in FP8; ``"tokens"``, the MLPs with `Dispatch` and `Combine`; ``"slots"``, these two alone;
+    ``"moe"``, `MoE`; ``"dense"``, an MLP without experts.
     """
 
     kind: Literal["rows", "first", "stored", "tokens", "slots", "moe", "dense"]
-    recipe: str = "bf16"
-    tiles: int = 1
+    recipe: str = "bf16"  # a key of `calls.RECIPES`
+    tiles: int = 1  # the number of candidate tiles of its products that it runs with, one after the other
     activation: str = "swiglu"
-    scaled: bool = False
-    combine: str | None = None
+    scaled: bool = False  # a factor per row follows the activation
+    combine: str | None = None  # the weights of the sum over slots, as for `Combine`
     bias: bool = False
-    main_grad: bool = False
-    summed: bool = False
-    frozen: str = ""
-    transposed: bool = False
-    grad: bool = True
+    main_grad: bool = False  # weight gradients are added to ``main_grad``
+    summed: bool = False  # weight gradients are added to ``grad``
+    frozen: str = ""  # the weight without a gradient
+    transposed: bool = False  # weights have unit stride along their output features
+    grad: bool = True  # with a backward pass
     score: str = "topk_softmax"
     experts: int = 128
     top_k: int = 8
     rows: int = ROWS
     hidden: int = 512
     intermediate: int = 256
-    weight_dtype: torch.dtype = torch.float32
+    weight_dtype: torch.dtype = torch.float32  # of the routing weights, and of a router's weight
     splits_dtype: torch.dtype = torch.int64
 
     @property
@@ -108,18 +80,13 @@ def _layers() -> tuple[Layer, ...]:
     rows, tokens = Layer(kind="rows"), Layer(kind="tokens", scaled=True)
     scaled, no_grad = replace(rows, scaled=True), replace(rows, grad=False)
     transposed = replace(rows, transposed=True)
-    made = [
-        *(
-            replace(layer, tiles=4)
-            for layer in (rows, scaled, replace(rows, main_grad=True), replace(rows, summed=True))
-        ),
-        *(replace(layer, tiles=3) for layer in (no_grad, tokens)),
-        *(replace(layer, tiles=3) for layer in (replace(tokens, main_grad=True), replace(tokens, summed=True))),
-        *(replace(layer, tiles=3) for layer in (replace(tokens, grad=False), replace(rows, frozen="2.weight"))),
-        *(replace(transposed, tiles=2, grad=grad) for grad in (True, False)),
-        replace(rows, bias=True, splits_dtype=torch.int32),
-        replace(rows, recipe="fp16", bias=True),
-    ]
+    with_4_tiles = rows, scaled, replace(rows, main_grad=True), replace(rows, summed=True)
+    with_3_tiles = [no_grad, tokens, replace(tokens, main_grad=True), replace(tokens, summed=True)]
+    with_3_tiles += [replace(tokens, grad=False), replace(rows, frozen="2.weight")]
+    made = [replace(layer, tiles=4) for layer in with_4_tiles]
+    made += [replace(layer, tiles=3) for layer in with_3_tiles]
+    made += [replace(transposed, tiles=2, grad=grad) for grad in (True, False)]
+    made += [replace(rows, bias=True, splits_dtype=torch.int32), replace(rows, recipe="fp16", bias=True)]
     others = [activation for activation in ACTIVATIONS if activation != "swiglu"]
     made += [replace(layer, activation=other) for other in others for layer in (rows, scaled, no_grad)]
     made += [replace(transposed, activation="interleaved swiglu", grad=grad) for grad in (True, False)]
@@ -134,13 +101,8 @@ def _layers() -> tuple[Layer, ...]:
 
     for recipe in ("fp8_block", "fp8_tensor"):
         of_rows, of_tokens = replace(rows, recipe=recipe, tiles=3), replace(tokens, recipe=recipe, tiles=3)
-        made += [
-            of_rows,
-            replace(of_rows, scaled=True),
-            replace(of_rows, main_grad=True),
-            replace(of_rows, summed=True),
-        ]
-        made += [of_tokens, replace(no_grad, recipe=recipe)]
+        made += [of_rows, replace(of_rows, scaled=True), replace(of_rows, main_grad=True)]
+        made += [replace(of_rows, summed=True), of_tokens, replace(no_grad, recipe=recipe)]
         frozen = "" if recipe == "fp8_tensor" else "2.weight"
         in_bf16 = replace(of_rows, recipe=f"{recipe}, wgrad in bf16", tiles=2)
         made += [in_bf16, replace(in_bf16, scaled=True)]
@@ -262,8 +224,7 @@ class MadeLayer:
     def _grouped(self, width: int, features: int) -> fm.GroupedLinear:
         layer = self.layer
         if layer.kind == "stored":
-            case = Case(layer.kind, layer.recipe, Layout("", (0,) * layer.experts))
-            return Maker(case, layer.hidden, self.dtype, self.device, self._generator).stored(features, width)
+            return self._maker(Case(layer.kind, layer.recipe, Layout("", (0,) * layer.experts))).stored(features, width)
         made = fm.GroupedLinear(layer.experts, width, features, bias=layer.bias, dtype=self.dtype)
         if layer.transposed:
             made.weight = nn.Parameter(made.weight.detach().mT.contiguous().mT)
@@ -271,6 +232,9 @@ class MadeLayer:
             made.accumulate_into_main_grad = True
             made.weight.main_grad = made.weight.new_zeros(made.weight.shape, dtype=torch.float32)  # type: ignore[attr-defined]
         return made
+
+    def _maker(self, case: Case) -> Maker:
+        return Maker(case, Sizes(hidden=self.layer.hidden), self.device, self._generator)
 
     def _set_weights(self) -> None:
         with torch.no_grad():
@@ -292,7 +256,7 @@ class MadeLayer:
         splits = rows_per_expert(distribution, layer.experts, layer.rows)
         layout = Layout(distribution, tuple(splits), layer.rows - sum(splits))
         case = Case(layer.kind, layer.recipe, layout, main_grad=layer.main_grad, summed=layer.summed)
-        make = Maker(case, layer.hidden, self.dtype, self.device, self._generator)
+        make = self._maker(case)
         if layer.kind in ("rows", "first", "stored"):
             features = layer.intermediate if layer.kind == "first" else layer.hidden
             return make.of_rows(module, splits_dtype=layer.splits_dtype, features=features)

@@ -10,18 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmoe.commands.verify.memory import ALL_BITS, poisoned_memory
-
-if TYPE_CHECKING:
-    from fusedmoe.kernels.build.compiler import Function
-    from fusedmoe.kernels.build.kernel import Kernel
-
-__all__ = ["Launches", "OtherWork", "Recorder", "RefusedError", "Repeated", "repeat"]
+from fusedmoe.commands.verify.machine import ALL_BITS, poisoned_memory
+from fusedmoe.kernels.build.compiler import Function
+from fusedmoe.kernels.build.kernel import Kernel
 
 BATCH = 50
 """Repeats per batch: far less than a second."""
@@ -69,13 +65,7 @@ def _poison(words: Tensor) -> int:
 
 
 class Launches:
-    """One launch, or two of which the second runs beside the first, and their memory.
-
-    Attributes
-    ----------
-    symbol
-        The symbol of the last kernel.
-    """
+    """One launch, or two of which the second runs beside the first, and their memory; the symbol is the last one's."""
 
     def __init__(self, kernel: Kernel, function: Function, arguments: tuple[Any, ...]) -> None:
         self.symbol = kernel.symbol
@@ -142,16 +132,10 @@ class RefusedError(Exception):
 
 
 class Recorder:
-    """Records launches while `recording` is active.
+    """Records launches while `recording` is active, of the symbols that it ``wants``.
 
-    Parameters
-    ----------
-    wants
-        Whether the launches of a symbol are recorded.
-    begins
-        Called with the symbol of a launch before it, and with an empty text after it has ended.
-    refused
-        The symbols whose launches raise `RefusedError`.
+    ``begins`` is called with the symbol of a launch before it, and with an empty text after it has ended. Launches of
+    ``refused`` symbols raise `RefusedError`.
     """
 
     def __init__(
@@ -193,12 +177,11 @@ class Recorder:
         last, self._last = self._last, None
         wanted = self._wants(symbol)
         if wanted or symbol.startswith(BEFORE_BESIDE):
-            launches = Launches(kernel, function, arguments)
+            self._last = launches = Launches(kernel, function, arguments)
             launches.first()
-            self._last = launches
             if wanted:
-                beside = getattr(kernel, "beside", False) and last is not None
-                self._found.append(launches.after(last) if beside and last is not None else launches)
+                beside = last is not None and getattr(kernel, "beside", False)
+                self._found.append(launches.after(last) if beside else launches)
         else:
             function(*arguments)
         _wait()
@@ -229,17 +212,7 @@ class OtherWork:
 
 @dataclass
 class Repeated:
-    """The repeats of a launch.
-
-    Attributes
-    ----------
-    calls, beside_load
-        The repeats, and those beside the work of another stream.
-    differing
-        The repeats with other bits than the first launch.
-    problems
-        In words.
-    """
+    """The repeats of a launch: all, those beside the work of another stream, and those with other bits."""
 
     calls: int = 0
     beside_load: int = 0
@@ -252,18 +225,7 @@ def repeat(
 ) -> Repeated:
     """Repeat launches in at least two batches: back to back, and beside the load of another stream, in turns.
 
-    Parameters
-    ----------
-    launches
-        The launches.
-    calls
-        The repeats, at least two.
-    other
-        The load; None for a CPU.
-    device
-        The device of the arguments.
-    begins
-        Called before each batch.
+    ``calls`` is at least two. ``begins`` is called before each batch.
     """
     found = Repeated()
     batches = max(-(-calls // BATCH), 2)
@@ -275,7 +237,7 @@ def repeat(
         begins()
         words = torch.zeros(size, dtype=torch.int64, device=device)
         for i in range(size):
-            if other is not None and loaded:
+            if loaded:
                 other.on_another_stream()
             elif other is not None and i % 3 == 0:
                 other.flush()

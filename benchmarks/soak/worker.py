@@ -11,30 +11,24 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from fusedmoe.commands.verify.soak.launches import OtherWork, Recorder, RefusedError, repeat
-from fusedmoe.commands.verify.soak.layers import DISTRIBUTIONS, MadeLayer
-from fusedmoe.commands.verify.soak.results import wrong_results
+from benchmarks.soak.direct import Direct, MadeDirect
+from benchmarks.soak.launches import OtherWork, Recorder, RefusedError, repeat
+from benchmarks.soak.layers import DISTRIBUTIONS, Layer, MadeLayer
+from benchmarks.soak.results import wrong_results
 from fusedmoe.kernels.build import compiler
+from fusedmoe.kernels.options import Schedule
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.tiles.choice import Problem, candidates
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
-    from torch import Tensor
-
-    from fusedmoe.kernels.options import Schedule
-    from fusedmoe.kernels.sm90.tiles.config import TileConfig
+from fusedmoe.kernels.sm90.tiles.config import TileConfig
 
 T = TypeVar("T")
-
-__all__ = ["SCHEDULES", "Begins", "Item", "Repeats", "Request", "Said", "Subject", "Wrong", "nth_candidate", "work"]
-
+Subject: TypeAlias = "Layer | Direct"
 SCHEDULES: tuple[Schedule, ...] = ("dynamic", "static")
 
 
@@ -49,8 +43,7 @@ class Item(NamedTuple):
 class Begins(NamedTuple):
     """A step that ends, or is followed by another message, within a limit."""
 
-    symbol: str
-    """Of the kernel; empty if the step is not a launch."""
+    symbol: str  # of the kernel; empty if the step is not a launch
     where: str
     limit_s: float
 
@@ -83,55 +76,17 @@ Message: TypeAlias = "Begins | Repeats | Wrong | Said | None"
 """None is the last message."""
 
 
-class Made(Protocol):
-    """A layer with its weights, or a function with its operands."""
-
-    def call(self, distribution: str, schedule: Schedule) -> Any:
-        """Return a call with these rows per expert."""
-
-    def results(self, call: Any) -> dict[str, Tensor]:
-        """Run a call."""
-
-
-class Subject(Protocol):
-    """A layer or function whose launches are recorded, and the number of candidate tiles that it runs with."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def tiles(self) -> int: ...
-
-    def make(self, device: torch.device) -> Made: ...
-
-
 @dataclass(frozen=True)
 class Request:
-    """The task of the process.
-
-    Attributes
-    ----------
-    device
-        The name of the device.
-    subjects
-        The layers and functions.
-    calls
-        The repeats of an item by the kernel's symbol. Launches of other kernels are not repeated.
-    done
-        The items that are finished.
-    refused
-        The symbols, and the names of calls, that end the process or do not end.
-    limit_s, setup_s
-        Seconds for a batch of repeats or a first launch, and for everything else, such as compiling a kernel.
-    """
+    """The task of the process."""
 
     device: str
     subjects: tuple[Subject, ...]
-    calls: Mapping[str, int]
+    calls: Mapping[str, int]  # the repeats of an item by symbol; launches of other kernels are not repeated
     done: frozenset[Item] = frozenset()
-    refused: frozenset[str] = frozenset()
-    limit_s: float = 10.0
-    setup_s: float = 180.0
+    refused: frozenset[str] = frozenset()  # the symbols, and the names of calls, that die or do not end
+    limit_s: float = 10.0  # for a batch of repeats or a first launch
+    setup_s: float = 180.0  # for everything else, such as compiling a kernel
 
 
 def work(request: Request, connection: Connection) -> None:
@@ -149,9 +104,9 @@ def soak_here(request: Request, send: Callable[[Message], None]) -> None:
     worker = _Worker(request, send)
     with compiler.wrapped(worker.recorder.wrap):
         for number, subject in enumerate(request.subjects, 1):
-            begin, before = time.perf_counter(), sum(worker.counts.values())
+            begin, before = time.perf_counter(), worker.counts.total()
             worker.soak(subject)
-            calls, seconds = sum(worker.counts.values()) - before, time.perf_counter() - begin
+            calls, seconds = worker.counts.total() - before, time.perf_counter() - begin
             if calls:
                 send(Said(f"{number}/{len(request.subjects)} {subject.name}: {calls:,} calls, {seconds:.1f} s"))
     send(None)
@@ -179,21 +134,15 @@ def nth_candidate(number: int) -> Iterator[None]:
         names["choose"] = before
 
 
-@dataclass
 class _Worker:
-    request: Request
-    send: Callable[[Message], None]
-    done: set[Item] = field(default_factory=set)
-    counts: Counter[str] = field(default_factory=Counter)
-    case: tuple[str, str] = ("", "")
-    where: str = ""
-    symbol: str = ""
-
-    def __post_init__(self) -> None:
-        self.device = torch.device(self.request.device)
-        self.recorder = Recorder(self._is_left, self._begins, self.request.refused)
+    def __init__(self, request: Request, send: Callable[[Message], None]) -> None:
+        self.request, self.send = request, send
+        self.device = torch.device(request.device)
+        self.recorder = Recorder(self._is_left, self._begins, request.refused)
         self.other = OtherWork(self.device) if self.device.type == "cuda" else None
-        self.done |= self.request.done
+        self.done = set(request.done)
+        self.counts: Counter[str] = Counter()
+        self.case, self.where, self.symbol = ("", ""), "", ""
 
     def soak(self, subject: Subject) -> None:
         """Soak all launches of a layer or function that are not done."""
@@ -220,9 +169,9 @@ class _Worker:
                     if launched is not None:
                         seen.setdefault(tiles, launched)
 
-    def _record_and_repeat(self, made: Made) -> set[str]:
+    def _record_and_repeat(self, made: MadeLayer | MadeDirect) -> set[str]:
         """Return the symbols of all launches of a call."""
-        call = made.call(*self.case)  # type: ignore[arg-type]
+        call = made.call(*self.case)
         with self.recorder.recording() as found:
             try:
                 got = made.results(call)
@@ -233,8 +182,7 @@ class _Worker:
                 self.send(Wrong("", self.where, problem))
         del got
         occurrences = Counter(launches.symbol for launches in found)
-        for symbol in occurrences:
-            self.done.add(Item(symbol, *self.case))
+        self.done |= {Item(symbol, *self.case) for symbol in occurrences}
         while found:
             launches = found.pop(0)
             symbol, begin = launches.symbol, time.perf_counter()
@@ -242,9 +190,8 @@ class _Worker:
             repeated = repeat(launches, calls, self.other, self.device, functools.partial(self._begins, symbol))
             for problem in repeated.problems:
                 self.send(Wrong(symbol, self.where, problem))
-            seconds = time.perf_counter() - begin
-            item = Item(symbol, *self.case)
-            self.send(Repeats(item, repeated.calls, repeated.beside_load, repeated.differing, seconds))
+            counted = repeated.calls, repeated.beside_load, repeated.differing
+            self.send(Repeats(Item(symbol, *self.case), *counted, time.perf_counter() - begin))
             self.counts[symbol] += repeated.calls
             self._begins()
         return set(self.recorder.seen)

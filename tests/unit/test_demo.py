@@ -1,8 +1,9 @@
-"""The demo's training: AdamW with masters, figures that mean what they say, resumption bit for bit, errors."""
+"""The demo: its text, its transformer, its training, resumption bit for bit, and errors."""
 
 import json
 import math
 from argparse import Namespace
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,16 @@ from benchmarks import demo as compare
 from fusedmoe.call import settings
 from fusedmoe.commands.demo import command
 from fusedmoe.commands.demo.command import printable, sample, verdict
-from fusedmoe.commands.demo.data import Split, load_split
-from fusedmoe.commands.demo.model import ByteTransformer
+from fusedmoe.commands.demo.data import (
+    Split,
+    batches,
+    bigram_bits_per_byte,
+    chunks_of,
+    load_split,
+    unique_paragraphs,
+    windows,
+)
+from fusedmoe.commands.demo.model import ByteTransformer, rope_tables, rotate
 from fusedmoe.commands.demo.options import CPU_DEFAULTS, GPU_DEFAULTS, Job, job_of
 from fusedmoe.commands.demo.train import (
     BETAS,
@@ -34,6 +43,133 @@ TINY = {
 }  # fmt: skip
 WHOLE = load_split()
 LITTLE = Split(train=WHOLE.train[:50_000], held_out=WHOLE.held_out[:500])
+TEXT = torch.arange(200, dtype=torch.uint8)
+
+
+# The text
+
+
+def paragraphs_of(text):
+    paragraphs = bytes(text.tolist()).decode().split("\n\n")
+    return {" ".join(paragraph.split()) for paragraph in paragraphs if paragraph.strip()}
+
+
+def test_paragraphs_are_kept_once_in_the_order_of_pages_and_chunks_are_whole_paragraphs():
+    pages = {"b": "two\n\none  more\n", "a": "one\nmore\n\n\n\n   indented\n"}
+    assert unique_paragraphs(pages) == ["one\nmore", "   indented", "two"]
+    chunks = chunks_of(["a" * 10, "b" * 10, "ü" * 30, "d"], chunk_bytes=20)
+    assert chunks == [b"a" * 10 + b"\n\n" + b"b" * 10 + b"\n\n", "ü".encode() * 30 + b"\n\n", b"d\n\n"]
+
+
+def test_a_tenth_of_the_distinct_paragraphs_is_held_out():
+    from pydoc_data.topics import topics
+
+    train, held_out = paragraphs_of(WHOLE.train), paragraphs_of(WHOLE.held_out)
+    assert len(held_out) > 100
+    assert not train & held_out
+    everything = {" ".join(p.split()) for page in topics.values() for p in page.split("\n\n") if p.strip()}
+    assert train | held_out == everything
+    assert len(WHOLE.held_out) / (len(WHOLE.held_out) + len(WHOLE.train)) == pytest.approx(0.1, abs=0.02)
+    again = load_split(dict(reversed(list(topics.items()))))
+    assert torch.equal(WHOLE.train, again.train)
+    assert torch.equal(WHOLE.held_out, again.held_out)
+
+
+def test_targets_are_the_inputs_one_byte_on():
+    inputs, targets = windows(TEXT, torch.tensor([0, 7, 183]), 16)
+    assert inputs.shape == targets.shape == (3, 16)
+    assert torch.equal(inputs + 1, targets)
+    assert inputs[:, 0].tolist() == [0, 7, 183]
+    assert inputs.dtype == targets.dtype == torch.int64
+
+
+def test_batches_depend_on_the_seed_and_are_a_prefix_of_those_of_more_steps():
+    job = {"device": "cpu", "steps": 7, "batch": 64, "context": 8}
+    starts = batches(TEXT[:12], job_of(job))
+    assert set(starts.flatten().tolist()) == {0, 1, 2, 3}
+    assert torch.equal(starts, batches(TEXT[:12], job_of(job | {"steps": 50}))[:7])
+    assert not torch.equal(starts, batches(TEXT[:12], job_of(job | {"seed": 1})))
+
+
+def test_bigram_agrees_with_counting_in_plain_python():
+    train, held_out = WHOLE.train.tolist(), WHOLE.held_out.tolist()
+    pairs, firsts = Counter(pairwise(train)), Counter(train[:-1])
+    total = 0.0
+    for a, b in pairwise(held_out):
+        total -= math.log2((pairs[a, b] + 0.05) / (firsts[a] + 256 * 0.05))
+    bits = bigram_bits_per_byte(WHOLE.train, WHOLE.held_out)
+    assert bits == pytest.approx(total / (len(held_out) - 1), rel=1e-12)
+    best = min(bigram_bits_per_byte(WHOLE.train, WHOLE.held_out, s) for s in (0.3, 0.1, 0.03, 0.01))
+    assert bits < best + 0.005, "about as low as a bigram model can be"
+
+
+# The model
+
+
+SIZES = TINY | {"layers": 2, "hidden": 16, "intermediate": 8, "context": 12}
+
+
+def model_of(**changes):
+    torch.manual_seed(0)
+    return ByteTransformer(job_of(SIZES | changes))
+
+
+def with_all_weights_random(model):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def test_every_parameter_gets_a_gradient():
+    model = model_of()
+    logits, stats = model(torch.randint(256, (3, 12)))
+    assert logits.shape == (3, 12, 256)
+    assert [int(layer.load.sum()) for layer in stats] == [3 * 12 * 2] * 2  # each token goes to two experts per layer
+    losses = sum(layer.load_balancing_loss + layer.z_loss for layer in stats)
+    (logits.logsumexp(-1).sum() + losses).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert {p.dtype for p in model_of(dtype="bfloat16").parameters()} == {torch.bfloat16}
+
+
+def test_a_later_byte_changes_nothing_before_it():
+    model = with_all_weights_random(model_of()).eval()
+    text = torch.randint(256, (1, 12))
+    changed = text.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % 256
+    with torch.no_grad():
+        before, after = model(text)[0], model(changed)[0]
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert all((before[0, i] - after[0, i]).abs().max() > 1e-3 for i in range(7, 12))  # and much from it on
+
+
+def test_attention_scores_depend_on_distance_alone():
+    cos, sin = rope_tables(32, 8, torch.device("cpu"))
+    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    rotated_q, rotated_k = rotate(q.expand(32, 8), cos, sin), rotate(k.expand(32, 8), cos, sin)
+    scores = rotated_q @ rotated_k.T
+    for distance in (-5, 0, 9):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-5)
+    assert (scores[0, 0] - scores[0, 9]).abs() > 1e-2
+    torch.testing.assert_close(rotated_q.norm(dim=-1), q.norm().expand(32))
+
+
+def test_parameter_counts():
+    embedding, norms = 256 * 16, 16 * (1 + 2 * 2)
+    attention, router, expert = 4 * 16 * 16, 4 * 16, 3 * 16 * 8
+    total, active = model_of().parameter_counts()
+    assert total == embedding + norms + 2 * (attention + router + 4 * expert)
+    assert active == embedding + norms + 2 * (attention + router + 2 * expert)
+
+
+def test_dropout_is_for_training_alone():
+    model = with_all_weights_random(model_of(dropout=0.5))
+    text = torch.randint(256, (1, 12))
+    with torch.no_grad():
+        assert not torch.equal(model(text)[0], model(text)[0])
+        model.eval()
+        assert torch.equal(model(text)[0], model(text)[0])
 
 
 # The optimizer
@@ -99,11 +235,7 @@ def test_updates_too_small_for_a_bfloat16_weight_add_up():
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    model = ByteTransformer(job_of(TINY | {"dropout": 0.5}))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.3)
-    return model
+    return with_all_weights_random(ByteTransformer(job_of(TINY | {"dropout": 0.5})))
 
 
 @pytest.mark.parametrize("length", [2, 10, 11, 12, 95])
@@ -121,11 +253,6 @@ def test_bits_per_byte_predicts_every_byte_but_the_first_once(model, length):
     assert bits == pytest.approx(float(sum(nats)) / (length - 1) / math.log(2), rel=1e-5)
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits(model):
-    torch.nn.init.zeros_(model.embedding.weight)
-    assert bits_per_byte(model, LITTLE.held_out) == pytest.approx(8.0, rel=1e-6)
-
-
 def test_a_sample_depends_on_its_seed_alone(model):
     state = torch.get_rng_state()
     text = sample(model, b"The ", 30)
@@ -135,9 +262,6 @@ def test_a_sample_depends_on_its_seed_alone(model):
     assert text.startswith(b"The ")
     assert len(text) == 34
     assert printable(b"a\x1b[31mb\r\tc\x00\nd \xc3\xbc \xff\xe2\x80\xae") == "a�[31mb��c�\nd ü ��"
-
-
-def test_the_verdict():
     assert "Below the bigram model by 1.500" in verdict(2.0, 3.5)
     assert "NOT below" in verdict(3.5, 3.5)
 
@@ -250,9 +374,10 @@ def test_recipes_are_compared_with_everything_else_equal(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hidden": 30}, r"--hidden 30: must be a multiple of 8"),
-        ({"top_k": 9}, r"--top-k 9: must be at most --experts 8"),
+        ({"hidden": 30}, r"--hidden 30: must be a multiple of 4"),
+        ({"top_k": 9}, r"--top-k 9: must be at most --experts 4"),
         ({"layers": 0}, r"--layers 0: must be 1 or more"),
+        ({"context": 10_000_000}, r"--context 10000000: the held-out text allows at most \d+"),
         ({"lr": float("nan")}, r"--lr nan"),
         ({"lr": -1.0}, r"--lr -1\.0: must be more than 0"),
         ({"dropout": 1.0}, r"--dropout 1\.0"),
@@ -264,12 +389,7 @@ def test_recipes_are_compared_with_everything_else_equal(tmp_path, monkeypatch, 
 )
 def test_bad_values_are_named_with_what_is_possible(given, message):
     with pytest.raises(fm.InputError, match=message):
-        job_of({"device": "cpu"} | given)
-
-
-def test_a_context_longer_than_the_text_is_refused():
-    with pytest.raises(fm.InputError, match=r"--context 10000000: the held-out text allows at most \d+"):
-        Trainer(job_of(TINY | {"context": 10_000_000}), LITTLE)
+        Trainer(job_of(TINY | given), LITTLE)
 
 
 def test_defaults_are_complete_and_good_on_both_devices():
