@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import re
 from dataclasses import asdict
 
 import pytest
@@ -130,17 +129,6 @@ def test_a_product_that_raises_leaves_the_other_formats(monkeypatch):
 
 
 # -- whole layers
-
-
-def test_shapes_that_are_measured():
-    pytest.importorskip("tomllib")
-    chosen = run.Chosen.of()
-    names = [shape.name for shape in (*chosen.layers, *chosen.more)]
-    assert sorted(names) == sorted(shapes.load())
-    assert [name for name in names if layers.why_left_out(shapes.load()[name])] == ["gpt-oss-20b"]
-    assert [shape.rows for shape in chosen.products] == [262144, 32768]
-    for measured in (chosen.products, chosen.layers):
-        assert {*chosen.tensor} <= {shape.name for shape in measured}
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -297,29 +285,8 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch, capsys):
         "torch FP8 by rows, compiled",
     }
     assert found["speedups"][layers.STEP]["fp8_block"] == 0.5
-    assert found["seconds"]["all"] > 0
-    printed = capsys.readouterr().out.splitlines()
-    assert [line for line in printed if line.startswith("bf16 / recipe, ")] == [
-        f"bf16 / recipe, {case}: fp8_block 0.50x, fp8_block:wgrad=bf16 0.33x" for case in layers.CASES
-    ]
-    assert "left out: {'clamped': 'clamped_swiglu with biases is not measured'}; failed: nothing" in printed
-
     text = page.filled(EMPTY, found)
-    assert "commit abc123" in text
-    assert "| experts alone | 1.000 | 2.000 0.50x | 3.000 0.33x | 4.000 0.25x | 5.000 0.20x |" in text
-    assert "| experts alone | 0.125 | 0.250 0.50x | 0.375 0.33x |" in text
-    assert "| *geometric mean* |  | 0.50x | 0.33x |  |  |" in text
-    assert text.count("| a layer | 1.000 | 2.000 0.50x | 3.000 0.33x |  |  |") == 2
-    assert "| product | experts alone: bf16 | experts alone: `fp8_block` | experts alone: one scale per" in text
-    times = r"\| 1\.000 \(\d+\) \| 2\.000 \(\d+\) 0\.50x \| 3\.000 \(\d+\) 0\.33x \|"
-    assert re.search(r"\| FC1 \+ SwiGLU \+ quantize " + times, text)
-    assert "| through an index: rows | 192x128 |" in text
-    assert re.search(r"\| torch FP8 by rows, compiled \| 2\.000 2\.00x, \S+ \| 2\.000 2\.00x, \S+ \|", text)
-    assert "Not measured: `clamped` (clamped_swiglu with biases is not measured)." in text
-    assert "| `fp8_block` | 2 |" in text, "the errors of two layers"
-    assert "| `fp8_tensor`, delayed | 1 |" in text
-    assert "Memory" not in text, "on a CPU no memory is measured"
-    assert page.filled(text, found) == text
+    assert page.filled(text, found) == text != EMPTY
     assert page.filled(text, None) == EMPTY
 
 
@@ -343,40 +310,12 @@ def test_a_part_that_raises_is_recorded_and_the_run_goes_on(tmp_path, monkeypatc
     assert found["left_out"] == {"a layer": "no time left of 0 s"}
 
 
-def test_the_page_has_the_parts_that_were_measured():
-    rows = [
-        {"case": layers.FORWARD, "recipe": "fp8_block", "ms": None, "speedup": None, "kept_bytes": 1 << 30},
-        {"case": layers.STEP, "recipe": "fp8_block", "ms": None, "speedup": None, "peak_bytes": 3 << 30},
-    ]
-    of_recipe = {"fp8_block": {"errors": dict.fromkeys(("y", "x", "router", "weight1", "weight2"), 0.07)}}
-    found = {
-        "machine": "a GPU", "commit": "abc", "versions": {"torch": "2"}, "ceiling": {"tflops": 800, "copy_tb_s": 3},
-        "micro_batches": 8, "left_out": {}, "products": [{"name": "failed"}], "quantize": [], "unfused": [],
-        "layers": [{"name": "one", "rows": rows, "recipes": of_recipe}],
-    }  # fmt: skip
-    text = page.filled(EMPTY, found)
-    assert "### Products" not in text
-    assert "800 TFLOP/s" in text
-    assert "| one | 1.00, 3.00 |" in text
-    noted = page.speed(found | {"ceiling": None, "note": "The last layer comes from a second call."})
-    assert "`python -m benchmarks --only fp8`. The last layer comes from a second call. A number" in noted
-    text = page.filled(EMPTY, None, [of_seed(0, 1.5), of_seed(1, 1.25)])
-    assert "## Accuracy" in text
-    assert "## Speed" not in text
-    with pytest.raises(ValueError, match="no part speed"):
-        page.filled("", None)
-
-
 def of_seed(seed, bits, steps=4):
     """A comparison as `benchmarks.demo` writes it: FP8 is worse by 1 % with seed 0, and as good with 1."""
-    of_recipes = (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
     runs = [
-        {
-            "recipe": name, "held_out_bits_per_byte": bits * factor, "gap_percent": (factor - 1) * 100,
-            "evaluations": [[2, 2.0], [steps, bits * factor]],
-        }
-        for name, factor in of_recipes
-    ]  # fmt: skip
+        {"recipe": name, "held_out_bits_per_byte": bits * factor, "gap_percent": (factor - 1) * 100}
+        for name, factor in (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
+    ]
     job = asdict(job_of({"device": "cpu", "steps": steps, "seed": seed}))
     head = {"machine": "a machine", "versions": {"torch": "2"}, "baseline": "bf16", "bigram_bits_per_byte": 3.0}
     return head | {"runs": runs, "job": job}
@@ -387,14 +326,7 @@ def test_losses_in_training_are_shown_by_seed(tmp_path):
         (tmp_path / f"fp8-nvidia-h200{name}.json").write_text(json.dumps(compared))
     compared = benchmark_page.load_seeds(tmp_path)
     text = demo.section(compared)
-    assert "| recipe | seed 0 | seed 1 | gaps to `bf16` | their mean |" in text
-    assert "| `bf16` | 1.500 | 1.250 |  |  |" in text
     assert "| `fp8_block` | 1.515 | 1.250 | +1.00, +0.00 % | +0.50 % |" in text
     assert "The largest gap of a seed is +1.00 %. Between seeds, `bf16` itself differs by up to 20.00 %." in text
-    assert "after 4 steps" in text
-    assert "a machine, torch 2." in text
-    picture = demo.draw(compared, tmp_path)
-    assert f"_static/{picture.name}" in text
-    assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="different jobs"):
         demo.section([compared[0], of_seed(1, 1.25, steps=5)])

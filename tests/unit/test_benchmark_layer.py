@@ -11,7 +11,7 @@ import torch
 from kit.peers_in_torch import quack_in_torch, sonic_in_torch
 from kit.timers import CountingTimer
 
-from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router, shapes
+from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router
 from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
 from benchmarks.launches import Launch
@@ -98,17 +98,6 @@ def test_other_choices_of_experts_are_counted_and_are_no_error(sonic):
     assert max(errors.values()) < 0.02
 
 
-# -- shapes
-
-
-def test_the_shapes_that_sonicmoe_can_run():
-    pytest.importorskip("tomllib")
-    known = shapes.load()
-    assert [known[name].tokens for name in layer.SHAPES] == [24576, 32768, 32768, 24576]
-    left_out = {name for name, shape in known.items() if not layer.runs(shape)}
-    assert left_out == {"gpt-oss-20b", "deepseek-v3-ep32"}
-
-
 # -- the section
 
 
@@ -187,30 +176,6 @@ def test_speed_and_memory_are_ratios_to_ours():
     assert layer.others(RESULTS) == [SONIC.name]
     text = layer.summary_lines(RESULTS)
     assert "time, inference: SonicMoE / fusedmoe = 1.00 (least 0.50: one 2.00, two 0.50)" in text
-
-
-def test_the_page_of_the_layer():
-    text = "\n".join(layer_page.render(RESULTS))
-    assert "| one | 1.00 | 2.00 | 2.00 |" in text
-    assert "| three | 1.00 |  |  |" in text
-    assert "| *geometric mean* |  |  | 1.00 |" in text
-    assert "| one | 2.00 | 1.00 | 0.50 |" in text, "memory"
-    assert "| one | inference | 61 |  | 12 | 12 |" in text
-    assert "| two | forward | 30 | 60 | 0 | 0 | 0 | 7 |" in text, "groups of today, also for an older file"
-    assert "SonicMoE tuned" not in text
-
-
-def test_the_page_names_what_a_run_did_not_measure():
-    text = "\n".join(layer_page.render(RESULTS))
-    assert f"Not measured in this run: {', '.join(layer.SHAPES)}, the router alone, a dense MLP." in text
-    named = [RESULTS["shapes"][0] | {"name": name} for name in layer.SHAPES]
-    sizes = {"tokens": 8, "hidden": 8, "intermediate": 8, "rows": []}
-    whole = RESULTS | {"router": sizes | {"experts": 4, "top_k": 2}, "dense": sizes, "shapes": named}
-    cut = "\n".join(layer_page.render(whole | {"shapes": named[:-1]}))
-    assert f"Not measured in this run: {layer.SHAPES[-1]}.\n" in cut
-    assert "### The router alone" in cut
-    assert "## A dense MLP" in cut
-    assert "Not measured" not in "\n".join(layer_page.render(whole))
 
 
 def test_the_longest_kernels_are_printed():

@@ -272,20 +272,6 @@ def test_mean_speedups_leave_out_ours_and_what_was_not_measured():
     assert table.means(found) == ["FC2: fusedmoe is 2.00x a (least 1.00x, 2 shapes)"]
 
 
-def test_a_table_aligns_its_columns():
-    rows = [
-        Row("FC2", cases.OURS, None, 1.5e-3, 1.25, 1.2, 700.4, 88.0, 1.0, 31.0, 33.0, 5 << 20, 6 << 20),
-        Row("FC2", "torch eager", None, 2e-3, 2.5, 2.4, 350.2, 44.0, 2.0, 31.0, 33.0),
-        Row("FC2", "QuACK", "not installed"),
-    ]
-    title, names, ours, eager, absent = table.lines(rows, "all of ")
-    assert title == "  all of FC2"
-    assert ours.split() == ["fusedmoe", "1.250", "700", "88", "31", "33", "1.5e-03", "5"]
-    assert eager.split() == ["torch", "eager", "2.500", "350", "44", "2.00x", "31", "33", "2.0e-03"]
-    assert names.index("TFLOP/s") + len("TFLOP/s") == ours.index("700") + 3 == eager.index("350") + 3
-    assert absent.split() == ["QuACK", "not", "installed"]
-
-
 def test_backward_is_the_difference():
     problem = tiny()
     rows = [
@@ -334,20 +320,6 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     assert recipes_page.benchmarks(of_recipes)[1].count("| mxfp8 | emulated |") == 2
 
 
-def test_the_section_of_activations():
-    shape = {"name": "one", "rows_in_all": 1000, "intermediate": 500, "rows": [
-        {"case": case, "peer": peer, "ms": ms}
-        for case in (activations.FORWARD, activations.BACKWARD, activations.STEP)
-        for peer, ms in ((cases.OURS, 0.001), (activations.PLAIN, 0.004), ("torch eager", None))
-    ]}  # fmt: skip
-    found = {"machine": "M", "commit": "c", "reps": 3, "ceiling": {"copy_tb_s": 4.25}, "shapes": [shape]}
-    text, rows = activations.section(found)
-    assert "A copy moves 4.25 TB/s" in text
-    assert f"| one | {activations.FORWARD} | 0.001 | 3.00 | 4.00 |  |  |" in rows  # 3 rows of 500 features in bf16
-    assert f"| one | {activations.BACKWARD} | 0.001 | 5.00 | 4.00 |  |  |" in rows
-    assert f"| one | {activations.STEP} | 0.001 |  | 4.00 |  |  |" in rows
-
-
 def test_peers_compute_the_activation_and_its_derivative(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
     problem = tiny("clamped_swiglu")
@@ -355,34 +327,6 @@ def test_peers_compute_the_activation_and_its_derivative(monkeypatch):
         rows = {row.peer: row for row in cases.run_case(case, problem, activations.peers(), CountingTimer())}
         for name in (activations.PLAIN, "torch eager", "torch compiled"):
             assert rows[name].error < 1e-5, (case.key, name)
-
-
-def of_recipe(ms, products="fused", kept=1 << 30, **more):
-    noise = dict.fromkeys(recipes.NAMES, 20.0)
-    return {"ms": ms, "products": {"GroupedLinear": products}, "kept_bytes": kept, "sqnr_db": noise, **more}
-
-
-def recipes_found(**reports):
-    shape = {"name": "one", "experts": 4, "hidden": 128, "intermediate": 64, "rows_in_all": 256, "recipes": reports}
-    return {"machine": "a GPU", "commit": "abcdef", "reps": 3, "shapes": [shape]}
-
-
-def test_the_tables_of_recipes(tmp_path):
-    found = recipes_found(
-        bf16=of_recipe(10.0, weight_bytes=0),
-        **{recipes.DELAYED: of_recipe(9.5, weight_bytes=1 << 29)},
-        fp8_row=of_recipe(123.0, "native", 3 << 29, weight_bytes=3 << 29),
-    )
-    text = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in ("time", "memory"))
-    text = recipes_page.filled(text, found)
-    assert "on an a GPU (commit abcdef)" in text
-    assert "| shape | `bf16` | `fp8_tensor`, delayed | `fp8_row` |" in text
-    assert "| one | 10.0 ms | 0.95x | 12x* |" in text
-    assert "| one | 1.00 | 1.00 + 0.50 | 1.50 + 1.50 |" in text
-    assert recipes_page.filled(text, found) == text
-    intro, rows = recipes_page.benchmarks(found)
-    assert "median of 3 calls" in intro
-    assert f"| one | {recipes.DELAYED} | fused | 9.50 | 1.00 | 0.50 | 20.0 | 20.0 | 20.0 | 20.0 |" in rows
 
 
 def test_pictures_of_a_result_file(tmp_path):

@@ -24,7 +24,7 @@ class NoGpuError(Exception):
 
 
 class Gpu:
-    """A GPU of this machine, such as 90 for the architecture sm_90, and the version of its driver."""
+    """A GPU of this machine; ``arch`` is 90 for sm_90, and ``driver`` the version of its driver."""
 
     WARM_UPS = 2
     CALLS_PER_STREAM = 3
