@@ -161,8 +161,8 @@ def first_difference(one, other):
     """Return the first place where two sequences differ; the end of the shorter one counts. None if they are equal."""
     if one == other:
         return None
-    shorter = min(len(one), len(other))
-    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,8 @@ class Difference:
     launch_line: int | None  # the first of the host code
 
     def __str__(self):
-        parts = ["instructions"] if self.instructions else []
-        parts += self.sections
-        if self.launch_line is not None:
-            parts.append("host code of the launch")
-        return ", ".join(parts)
+        host = () if self.launch_line is None else ("host code of the launch",)
+        return ", ".join([*(("instructions",) if self.instructions else ()), *self.sections, *host])
 
 
 def compare(base, here):
@@ -237,11 +234,6 @@ def instruction(code, number, at):
     return f"{text}  /* 0x{low:016x} 0x{high:016x} */"
 
 
-def line(text, at):
-    lines = text.splitlines()
-    return lines[at].strip() if at < len(lines) else "none: the code has ended"
-
-
 def report(name, base, here, difference):
     """Return the lines that show a difference."""
     lines = [f"{name}: {difference}"]
@@ -249,11 +241,12 @@ def report(name, base, here, difference):
     lines.append("    " + ", ".join(f"{what} {one} -> {other}" for what, one, other in counts))
     for number, at in difference.instructions.items():
         which = f"{at} of function {number}" if len(base.functions) > 1 else f"{at}"
-        lines.append(f"    base: instruction {which}: {instruction(base, number, at)}")
-        lines.append(f"    here: instruction {which}: {instruction(here, number, at)}")
+        for side, code in (("base", base), ("here", here)):
+            lines.append(f"    {side}: instruction {which}: {instruction(code, number, at)}")
     if (at := difference.launch_line) is not None:
-        lines.append(f"    base: line {at + 1} of the launch: {line(base.launch, at)}")
-        lines.append(f"    here: line {at + 1} of the launch: {line(here.launch, at)}")
+        for side, code in (("base", base), ("here", here)):
+            text = dict(enumerate(code.launch.splitlines())).get(at, "none: the code has ended")
+            lines.append(f"    {side}: line {at + 1} of the launch: {text.strip()}")
     return lines
 
 
@@ -340,17 +333,10 @@ def compiler():
         import cutlass
     except ImportError as error:
         raise UnableError(f"compiling kernels needs nvidia-cutlass-dsl: {error}") from error
-    installed = {d.metadata["Name"]: d.version for d in map(distribution, COMPILERS) if d is not None}
+    installed = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"] in COMPILERS}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith("CUTE_")}
-    parts = FORMAT, installed, str(cutlass.CUDA_VERSION), sys.version_info[:2], variables
+    parts = FORMAT, sorted(installed.items()), str(cutlass.CUDA_VERSION), sys.version_info[:2], variables
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-def distribution(name):
-    try:
-        return metadata.distribution(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # -- in a worker process: trace and compile
@@ -629,14 +615,6 @@ def main(arguments=None, root=ROOT):
         return 2
 
 
-class Outcome(NamedTuple):
-    """A kernel on both sides: its key, a Failed, or None if the side does not have the kernel."""
-
-    name: str
-    base: "str | Failed | None"
-    here: "str | Failed | None"
-
-
 def run(options, root, scratch, started):
     base, here = revision(root, options.base), working_tree(root, scratch)
     if base.tree == here.tree and not options.fresh:
@@ -658,19 +636,24 @@ def run(options, root, scratch, started):
     if not of_base and not of_here:
         raise UnableError(f"--only {options.only}: no kernel's name matches; `fusedmoe compile --list` shows the names")
 
-    outcomes = [Outcome(" ".join(name), of_base.get(name), of_here.get(name)) for name in {**of_base, **of_here}]
+    names = {**of_base, **of_here}
+
+    def text_of(name):
+        return shown(" ".join(name), [of_base.get(name), of_here.get(name)], stores)
+
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
-        texts = list(filter(None, threads.map(functools.partial(shown, stores=stores), outcomes)))
+        texts = list(filter(None, threads.map(text_of, names)))
     for text in texts:
         say(text)
     seconds = time.perf_counter() - started
-    say(f"{len(outcomes)} kernels in {base.name} or here: {len(texts)} differ; {seconds:.0f} s")
+    say(f"{len(names)} kernels in {base.name} or here: {len(texts)} differ; {seconds:.0f} s")
     return 1 if texts else 0
 
 
-def shown(outcome, stores):
-    """Return the text that shows how a kernel differs; empty if it does not."""
-    name, *results = outcome
+def shown(name, results, stores):
+    """Return the text that shows how a kernel differs; empty if it does not. A result of a side is a key, a Failed, or
+    None if the side does not have the kernel.
+    """
     for result, side, other in zip(results, SIDES, reversed(SIDES), strict=True):
         if result is None:
             return f"{name}: only {other}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kit.timers import CountingTimer
 
 import fusedmoe
@@ -68,6 +69,21 @@ def test_all_gradients_are_those_of_ours():
         for b in others:
             assert b.any()
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_other_choices_of_experts_are_counted_and_are_no_error(monkeypatch):
+    def rounded(x, router, top_k):
+        logits, index = F.linear(x, router).bfloat16().float().topk(top_k, dim=-1)
+        return index, torch.softmax(logits, dim=-1)
+
+    monkeypatch.setattr(layer, "route", rounded)
+    w = work(tokens=400, experts=16)
+    candidate = layer.torch_loop(w)
+    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
+    chosen, exact = candidate.chosen().sort().values, w.index.sort().values
+    assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
+    assert 0 < rerouted < 40
+    assert max(errors.values()) < 0.02, "the weights of the chosen experts are rounded with their logits"
 
 
 def test_the_operations_of_a_layer():

@@ -2,13 +2,10 @@
 
 import functools
 import json
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from kit.peers_in_torch import quack_in_torch, sonic_in_torch
 from kit.timers import CountingTimer
 
 from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router
@@ -16,12 +13,10 @@ from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
 from benchmarks.launches import Launch
 from benchmarks.parts import Variant
-from benchmarks.peers import sonic as sonic_peer
 from benchmarks.peers.sonic import SONIC
 from benchmarks.shapes import Shape
 from fusedmoe.commands.bench import layer as bench_layer
-from fusedmoe.commands.bench import measure
-from fusedmoe.commands.bench.layer import OURS, Reference, Sizes, Work
+from fusedmoe.commands.bench.layer import OURS, Peer, Sizes
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
@@ -29,73 +24,15 @@ TINY = Shape("tiny", 64, 32, 16, 8, 2)
 
 
 @pytest.fixture
-def sonic(monkeypatch, request):
-    """Stand-ins of QuACK and SonicMoE; the functional module of the latter."""
-    monkeypatch.setitem(sys.modules, "quack", SimpleNamespace(gemm_interface=quack_in_torch()))
-    stand_ins = sonic_in_torch(getattr(request, "param", None))
-    for module, stand_in in stand_ins.items():
-        monkeypatch.setitem(sys.modules, module, stand_in)
-    return stand_ins["sonicmoe.functional"]
-
-
-@pytest.fixture
-def small(monkeypatch, sonic):
-    """A run on a CPU: all peers take part, and the parts of the layer have few features."""
+def small(monkeypatch):
+    """A run on a CPU, in which torch is SonicMoE; the parts of the layer have few features."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    for name in ("SONIC", "SONIC_TUNED", "COMPILED"):
-        monkeypatch.setattr(layer, name, getattr(layer, name)._replace(devices=("cpu",)))
+    sonic = [Peer(name, bench_layer.torch_grouped) for name in (SONIC.name, "SonicMoE tuned")]
+    peers = layer.OURS_PEER, *sonic, layer.COMPILED._replace(devices=("cpu",))
+    monkeypatch.setattr(layer, "candidates", lambda tuned: peers)
     of_router = functools.partial(router.measure, sizes=Sizes(32, 16, 8, 2, 64))
     of_dense = functools.partial(dense.measure, sizes=dense.DenseSizes(64, 32, 16))
     monkeypatch.setattr(layer_run, "PARTS", {"router": of_router, "dense": of_dense})
-
-
-# -- SonicMoE
-
-
-def work(**sizes):
-    small = {"hidden": 32, "intermediate": 16, "experts": 6, "top_k": 2, "tokens": 40}
-    return Work(Sizes(**small | sizes), torch.float32, CPU)
-
-
-def worst_error(candidate, w):
-    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
-    assert set(errors) == {"y", "x", "router", "weight1", "weight2"}
-    assert rerouted == 0
-    return max(errors.values())
-
-
-@pytest.mark.usefixtures("sonic")
-def test_the_adapter_gives_sonicmoe_the_same_work():
-    w = work()
-    candidate = sonic_peer.sonic(w)
-    assert worst_error(candidate, w) < 2e-6
-    (got,) = torch.autograd.grad(candidate.forward(), candidate.leaves.router, w.dy)
-    ours = bench_layer.ours(w)
-    (expected,) = torch.autograd.grad(ours.forward(), ours.leaves.router, w.dy)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_configurations_are_chosen_in_every_call(sonic):
-    """The candidates with and without tuning take turns."""
-    w = work()
-    default, tuned = sonic_peer.sonic(w), sonic_peer.sonic(w, tuned=True)
-    for candidate in (default, tuned, default):
-        candidate.forward()
-    with torch.no_grad():
-        tuned.inference()
-    assert sonic.calls == [(False, False), (True, False), (False, False), (True, True)]
-
-
-@pytest.mark.parametrize("sonic", [torch.bfloat16], indirect=True)
-def test_other_choices_of_experts_are_counted_and_are_no_error(sonic):
-    w = work(tokens=400, experts=16)
-    candidate = sonic_peer.sonic(w)
-    errors, rerouted = measure.check(w, candidate, Reference(w, w.index))
-    chosen, exact = candidate.chosen().sort().values, w.index.sort().values
-    assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
-    assert 0 < rerouted < 40
-    # the weights of the chosen experts are rounded with their logits
-    assert max(errors.values()) < 0.02
 
 
 # -- the section

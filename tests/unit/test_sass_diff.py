@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kit import sass_diff
-from kit.sass_diff import Code, Failed, Outcome, Side, Store, anonymous, compare, main, shown
+from kit.sass_diff import Code, Failed, Side, Store, anonymous, compare, main, shown
 
 ONE, TWO, THREE = (bytes([number]) * 16 for number in (1, 2, 3))  # instructions
 SOURCES = Path(sass_diff.__file__).parents[2] / "fusedmoe"
@@ -102,10 +102,13 @@ def test_mlir_with_other_names_of_functions_is_the_same():
 
 def test_a_kernel_that_one_side_lacks_or_cannot_compile_differs(tmp_path):
     stores = Store(tmp_path), Store(tmp_path)
-    assert shown(Outcome("k", "key", "key"), stores) == ""
-    assert shown(Outcome("k", None, "key"), stores) == "k: only here"
-    assert shown(Outcome("k", "key", None), stores) == "k: only in base"
-    assert shown(Outcome("k", "key", Failed("TypeError: none")), stores) == "k: does not compile here: TypeError: none"
+    for base, here, text in (
+        ("key", "key", ""),
+        (None, "key", "k: only here"),
+        ("key", None, "k: only in base"),
+        ("key", Failed("TypeError: none"), "k: does not compile here: TypeError: none"),
+    ):
+        assert shown("k", [base, here], stores) == text
 
 
 # -- what is kept
