@@ -29,3 +29,16 @@ def builtin_rules():
     """The rules that fusedmoe comes with."""
     with fm.register(*BUILTIN):
         yield BUILTIN
+
+
+@pytest.fixture
+def hopper_machine(builtin_rules, monkeypatch):
+    """The CPU says that it is an sm_90 GPU, whose kernels are the stand-ins."""
+    from kit import sm90_stand_ins
+
+    from fusedmoe.kernels.build import toolkit
+
+    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
+    monkeypatch.setattr(toolkit, "missing_packages", lambda: ())
+    sm90_stand_ins.install(monkeypatch.setattr, router=True)
+    sm90_stand_ins.calls.clear()

@@ -616,7 +616,7 @@ def test_the_cute_dsl_is_not_imported_to_plan(monkeypatch):
     assert only_plan(experts(), rows(), **inputs()).fused
 
 
-# --------------------------------------------------------------------------------------------------------- offsets
+# -------------------------------------------------------------------------------------------------------------- offsets
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
@@ -659,7 +659,7 @@ def test_offsets_can_be_switched_off_alone():
     assert "grouped_gemm" in called()
 
 
-# ------------------------------------------------------------------------------------------------------- main_grad
+# ------------------------------------------------------------------------------------------------------------ main_grad
 
 
 def accumulating(chain, value=0.0):

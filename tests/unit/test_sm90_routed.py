@@ -1,0 +1,624 @@
+"""The rules for sm_90 that route, sort, gather and sum rows, and those that read rows through their index: plans, and
+results under stand-ins. These make the rows before they compute, so that a wrong operand or index shows.
+"""
+
+import inspect
+
+import pytest
+import torch
+from kit import sm90_stand_ins as stand_ins
+from kit.compare import label, pairwise
+from kit.sm90_machine import (
+    BF16,
+    FP8_WGRAD,
+    E,
+    H,
+    I,
+    K,
+    T,
+    assert_close,
+    both_ways,
+    called,
+    operands,
+    plan_of,
+    routed,
+    routing,
+    strided,
+)
+from kit.toy import only_plan, outcome, rules_used, status
+from torch.utils.checkpoint import checkpoint
+
+import fusedmoe as fm
+from fusedmoe import Status
+from fusedmoe.expert_parallel.capacity import RowLimit
+from fusedmoe.fusion.search import candidates
+from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90 import router as router_functions
+from fusedmoe.numerics.formats import Delayed, Quantizer, fp8_block, fp8_tensor, nvfp4
+
+pytestmark = pytest.mark.usefixtures("hopper_machine")
+
+FP32, FP16 = torch.float32, torch.float16
+GATHERED = "sm90.gathered_*"
+LAST = ["sm90.dispatch_weight_grad", "sm90.ddispatch"]
+ROUTED = ["sm90.dispatch", "sm90.gathered_gemm_activation", "sm90.grouped_gemm", "sm90.combine"]
+
+
+def tokens(requires_grad=True, dtype=BF16, count=T):
+    return torch.randn(count, H, dtype=dtype).requires_grad_(requires_grad)
+
+
+def values(plan):
+    return [rows for rows, _, _ in plan.gathered]
+
+
+# ------------------------------------------------------------------------------------------ rows in order, and gathered
+
+ROUTINGS = pairwise((False, True), (torch.int64, torch.int32), (FP32, BF16), (False, True), (True, False))
+
+
+@pytest.mark.parametrize("case", ROUTINGS, ids=label)
+def test_rows_are_written_once_or_not_at_all(case):
+    sentinels, index, weight, early, in_order = case
+    named = routing(sentinels=sentinels, index=index, weight=weight)
+    off = ["sm90.dactivation"]  # which converts no weights: with few rows, launches cost the most
+    with fm.disabled(*off, *([GATHERED] if in_order else [])):
+        plan = both_ways(routed(early=early), tokens(), **named)
+    of_weights = [] if early else ["sm90.combine_weight_grad"]
+    if in_order:
+        forward = ["sm90.dispatch", "sm90.grouped_gemm_activation", *ROUTED[2:]]
+        middle = ["sm90.dcombine", "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", "sm90.grouped_wgrad"]
+        assert values(plan) == []
+        assert called("gather_rows") == [{"scale": False}, {"scale": not early}]
+    elif early:
+        forward = ROUTED
+        middle = ["sm90.gathered_wgrad_dy", "sm90.gathered_dgrad_activation", "sm90.gathered_wgrad_x"]
+        assert plan.gathered == (
+            ("1.input", "0.input", "0.token_of_row"), ("grad(5.input)", "grad(5.output)", "0.token_of_row"),
+        )  # fmt: skip
+        assert "gather_rows" not in called()
+        for name in ("gemm_activation", "wgrad_dy", "gemm_activation_backward", "wgrad_x"):
+            assert called(f"gathered_{name}") == [{"source": T, "rows": T * K}]
+    else:  # the gradient's rows are scaled: they are no rows of another value
+        forward = ROUTED
+        middle = ["sm90.dcombine", "sm90.grouped_wgrad", "sm90.grouped_dgrad_activation", "sm90.gathered_wgrad_x"]
+        assert values(plan) == ["1.input"]
+        assert called("gather_rows") == [{"scale": True}]
+        declined = {(a.status, a.reason) for a in plan.attempts if a.rule == "sm90.gathered_dgrad_activation"}
+        assert (Status.NO_MATCH, "grad_output: expected rows of another value") in declined
+    assert rules_used(plan) == [*forward, *of_weights, *middle, "sm90.grouped_dgrad", *LAST]
+    assert called("sum_slots") == [{"scale": not early}, {"scale": False}]
+
+
+def fewer_rows(chain, given):
+    """Let a chain have 11 rows, given as an argument, or 9, by its limit; return the further runtime inputs."""
+    dispatch = chain[0]
+    dispatch.num_experts = E
+    if given:
+        dispatch.runtime_inputs = (*dispatch.runtime_inputs, "local_rows")
+        return {"local_rows": torch.empty(11, 0)}
+    dispatch.limit = RowLimit(1, 1, None)
+    return {}
+
+
+@pytest.mark.parametrize("off", [(), (GATHERED,)], ids=["gathered", "in order"])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize(("given", "rows"), [(True, 11), (False, 9)])
+def test_fewer_rows_than_slots(given, rows, early, off):
+    chain = routed(early=early)
+    with fm.disabled(*off):
+        plan = both_ways(chain, tokens(), **routing(sentinels=True), **fewer_rows(chain, given))
+    if off:
+        assert {"sm90.dispatch", "sm90.combine", "sm90.dcombine", "sm90.ddispatch"} <= {*rules_used(plan)}
+        assert len(called("gather_rows")) == 2
+    else:
+        assert rules_used(plan)[:4] == ROUTED
+        assert called("gathered_wgrad_x") == [{"source": T, "rows": rows}]
+
+
+@pytest.mark.parametrize("off", [(), (GATHERED,)], ids=["gathered", "in order"])
+def test_rows_of_sentinels_are_never_read(off):
+    """NaN in what a sentinel's slot brings stays out of everything."""
+    chain, x, named = routed(early=False), tokens(False), routing(sentinels=True)
+    x[3] = torch.nan  # whose slots are both sentinels
+    named["expert_weight"].data[0, 1] = torch.nan
+    with fm.disabled(*off):
+        got = outcome(chain, x.requires_grad_(), **named)
+    assert all(t.isfinite().all() and t.any() for t in got.values())
+    assert not got["y"][3].any()
+    assert not got["x"][3].any()
+
+
+def test_tokens_and_the_index_are_kept_and_read_in_place_of_the_rows():
+    chain, x, named = routed(), tokens(), routing()
+    gathered = only_plan(chain, x, **named)
+    with fm.disabled(GATHERED):
+        in_order = only_plan(chain, x, **named)
+    assert {*gathered.kept} == {*in_order.kept} - {"1.input", "0.slot_of_row"} | {"0.input", "0.token_of_row"}
+    saved = in_order.kept_bytes - gathered.kept_bytes
+    assert saved == 2 * (T * K * H) + 8 * (T * K) - 2 * (T * H) - 4 * (T * K)
+    text = " ".join(str(gathered).split())
+    assert (
+        "read through an index, not written: 1.input from 0.input by 0.token_of_row, grad(5.input) from "
+        "grad(5.output) by 0.token_of_row"
+    ) in text
+    assert "DCombine" not in text
+    assert "read through an index" not in str(in_order)
+    by_index = "by the steps that read its rows through their index"
+    assert status(gathered, "sm90.dcombine") == (Status.SHADOWED, by_index)
+    unwritten, first = gathered.steps[:2]
+    written, ordered = in_order.steps[:2]
+    assert first.needs == ("0.input", "1.weight", "1.bias", "0.offsets", "0.probs", "0.token_of_row")
+    # the rows count as read either way, the index only here; Dispatch writes, and reads x, for rows in order only
+    assert first.bytes_moved - ordered.bytes_moved == 4 * T * K
+    assert written.bytes_moved - unwritten.bytes_moved == 2 * (T * K * H) + 2 * (T * H)
+    assert (written.launches, unwritten.launches) == (3, 2)
+
+
+def test_a_high_cost_of_gathering_makes_rows_in_order_win(monkeypatch):
+    x, named = tokens(), routing()
+
+    def plan_with(**costs):
+        for rule in fm.rules():
+            if rule.gathers:
+                monkeypatch.setattr(rule, "gather_cost", costs.get(rule.__name__, 1.0))
+        return only_plan(routed(), x, **named)
+
+    with fm.disabled(GATHERED):
+        in_order = rules_used(only_plan(routed(), x, **named))
+    assert values(plan_with(GatheredGemmActivation=1e6, GatheredWgradX=1e6)) == ["grad(5.input)"]
+    with fm.disabled("sm90.activation"):  # rows in order forward, tokens kept for backward
+        plan = plan_with(GatheredGemmActivation=1e6)
+    assert rules_used(plan)[:2] == ["sm90.dispatch", "sm90.grouped_gemm_activation"]
+    assert "sm90.gathered_wgrad_x" in rules_used(plan)
+    assert "1.input" not in plan.kept
+    assert rules_used(plan_with(**dict.fromkeys([rule.__name__ for rule in fm.rules()], 1e6))) == in_order
+
+
+def test_what_is_not_wanted_is_not_computed():
+    with torch.no_grad():
+        plan = both_ways(routed(), tokens(False), **routing())
+    assert rules_used(plan) == ROUTED
+    assert values(plan) == ["1.input"]
+    assert plan.kept == ()
+    plan = both_ways(routed(), tokens(False), **routing())
+    assert values(plan) == ["1.input", "grad(5.input)"]
+    assert "sm90.gathered_wgrad_x" in rules_used(plan, "backward")
+    assert "sm90.grouped_dgrad" not in rules_used(plan, "backward")
+    plan = both_ways(routed().requires_grad_(False), tokens(), **routing(chosen=1))
+    assert values(plan) == ["1.input", "grad(5.input)"]
+    assert rules_used(plan, "backward") == ["sm90.gathered_dgrad_activation", "sm90.grouped_dgrad", *LAST]
+
+
+def test_a_layer_alone():
+    """One product reads both: its rows forward, its gradient's backward. One operand of a weight gradient at most."""
+    chain, named = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, H, H, dtype=BF16), fm.Combine(None)), routing()
+    named["expert_weight"].requires_grad_(False)
+    plan = both_ways(chain, tokens(), **named)
+    assert rules_used(plan)[:2] == ["sm90.dispatch", "sm90.gathered_gemm"]
+    assert {"sm90.gathered_dgrad", "sm90.gathered_wgrad_x", "sm90.gathered_wgrad_dy"} & {*rules_used(plan)}
+    assert len(called("gather_rows")) == 1
+
+
+def test_a_bias_gradient_reads_the_gradients_rows_in_order():
+    plan = both_ways(routed(bias=True), tokens(), **routing())
+    assert values(plan) == ["1.input"]
+    gathered = [r for r in rules_used(plan) if "gathered" in r]
+    assert gathered == ["sm90.gathered_gemm_activation", "sm90.gathered_wgrad_x"]
+    assert called("gather_rows") == [{"scale": False}]
+
+
+def test_a_whole_layer():
+    layer, x = fm.MoE(H, I, E, K, dtype=BF16), tokens()
+    both_ways(layer, x)
+    first, second = layer.explain(x, arch=90).steps[:2]
+    assert (first.rule, second.rule) == ("sm90.router_dispatch", "sm90.gathered_gemm_activation")
+    # the router reads the tokens; to write the rows, a launch would read them again
+    with fm.disabled(GATHERED):
+        writes_rows = layer.explain(x, arch=90).steps[0]
+    assert first.bytes_moved > 2 * (T * H)
+    assert writes_rows.bytes_moved - first.bytes_moved == 2 * (T * K * H) + 2 * (T * H)
+    assert writes_rows.launches - first.launches == 1
+
+
+def test_second_derivatives_run_from_the_tokens():
+    chain, named, x = routed(), routing(), tokens()
+
+    def squared():
+        (dx,) = torch.autograd.grad(chain(x, **named).float().sum(), x, create_graph=True)
+        return {"w": torch.autograd.grad(dx.float().square().sum(), chain[1].weight)[0]}
+
+    got = squared()
+    with fm.disabled("*"):
+        assert_close(got, squared(), 0.02)
+
+
+def test_a_product_that_declines_makes_the_rows_without_sorting_again(monkeypatch):
+    chain, x, named, compute = routed(), tokens(), routing(), fm.Dispatch.compute
+    chain[1].weight = torch.nn.Parameter(strided(chain[1].weight.detach(), "pitch"))
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    dispatched = []
+    monkeypatch.setattr(fm.Dispatch, "compute", lambda *of: dispatched.append(of) or compute(*of))
+    stand_ins.calls.clear()
+    assert_close(outcome(chain, x, **named), expected)
+    assert values(only_plan(chain, x, **named)) == ["1.input", "grad(5.input)"]
+    assert not dispatched
+    assert "gathered_gemm_activation" not in called()
+    assert "gathered_wgrad_x" in called()
+
+
+@pytest.mark.parametrize(("off", "sorts"), [((), True), ((GATHERED,), False)])
+def test_unreadable_tokens_are_sorted_by_kernels(off, sorts):
+    """The sort does not read the tokens, unless it also writes their rows."""
+    chain, named, x = routed(), routing(), torch.randn(T, H + 1).to(BF16)[:, :H]
+    with torch.no_grad():
+        with fm.disabled("*"):
+            expected = chain(x, **named)
+        with fm.disabled(*off):
+            assert_close({"y": chain(x, **named)}, {"y": expected})
+    assert ("route" in called()) is sorts
+    assert "gathered_gemm_activation" not in called()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+@pytest.mark.usefixtures("launches_cost_nothing")
+def test_tokens_that_change_before_backward(recipe):
+    """The tokens are kept, not a copy of their rows or codes: autograd checks that they are the same."""
+    chain, x, named = routed(), tokens(), routing()
+    changed = x * 1
+    with fm.recipe(recipe):
+        y = chain(changed, **named)
+    changed += y
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed.float().sum().backward()
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["scale", "combine"])
+@pytest.mark.parametrize(("count", "chosen"), [(0, K), (T, 0)])
+@pytest.mark.parametrize("off", [(), (GATHERED,)], ids=["gathered", "in order"])
+def test_no_tokens_or_no_experts(count, chosen, early, off):
+    """There may be tokens, but no rows: kernels with one warp per row cannot be launched."""
+    chain, x = routed(early=early), tokens(count=count)
+    named = {
+        "expert_index": torch.zeros(count, chosen, dtype=torch.int64),
+        "expert_weight": torch.zeros(count, chosen, requires_grad=True),
+    }
+    with fm.disabled(*off), fm.strict():
+        y = chain(x, **named)
+        y.sum().backward()
+    assert y.shape == x.grad.shape == (count, H)
+    assert y.count_nonzero() == x.grad.count_nonzero() == 0
+    assert named["expert_weight"].grad.shape == (count, chosen)
+    assert called() == []
+
+
+def test_rows_that_dispatch_does_not_make_are_read_in_order():
+    """An op between Dispatch and the layer, and one between the layer and Combine."""
+
+    class Doubled(fm.Op):
+        def compute(self, x):
+            return 2 * x
+
+    ops = [*routed()]
+    plan = only_plan(fm.Sequential(ops[0], Doubled(), *ops[1:5], Doubled(), ops[5]), tokens(), **routing())
+    assert not plan.gathered
+    assert not [rule for rule in rules_used(plan) if "gathered" in rule]
+    for rule in ("sm90.gathered_gemm_activation", "sm90.gathered_wgrad_x", "sm90.gathered_dgrad_activation"):
+        assert {a.status for a in plan.attempts if a.rule == rule} == {Status.NO_MATCH}
+
+
+class Permute(fm.Op):
+    """Rows in another order, by an index."""
+
+    runtime_inputs = ("order",)
+    provides = ("row_index",)
+    gathers = {"output": ("input", "row_index")}  # noqa: RUF012
+
+    def infer(self, x, order):
+        return fm.TensorSpec(tuple(x.shape), x.dtype), fm.TensorSpec(tuple(order.shape), order.dtype)
+
+    def compute(self, x, order):
+        return x[order], order.clone()
+
+
+def test_the_index_is_int32():
+    chain = fm.Sequential(Permute(), fm.GroupedLinear(E, H, H, dtype=BF16))
+    splits, order = torch.tensor([3, 2, 0, 4]), torch.randperm(9)
+    plan = only_plan(chain, tokens(), order=order, splits=splits)
+    assert (Status.CONSTRAINT, "the index of the rows is int64, not int32") in {
+        (a.status, a.reason) for a in plan.attempts if a.rule == "sm90.gathered_gemm"
+    }
+    plan = both_ways(chain, tokens(), order=order.to(torch.int32), splits=splits)
+    # the op has written the rows, so the product reads them; the weight gradient saves that they are kept
+    assert rules_used(plan) == ["sm90.grouped_gemm", "sm90.gathered_wgrad_x", "sm90.grouped_dgrad"]
+    assert {"0.input", "0.row_index"} <= {*plan.kept}
+    assert "1.input" not in plan.kept
+    assert not plan.gathered
+
+
+def test_stand_ins_have_the_signatures_of_the_kernels(monkeypatch):
+    monkeypatch.undo()
+    own = vars(router_functions).items()
+    bound = [n for n, f in own if n.startswith("bind_") and f.__module__ == router_functions.__name__]
+    assert {*bound} == stand_ins.ROUTER.keys()
+    assert {name for name in products.__all__ if name.startswith("bind_")} <= stand_ins.PLACES.keys()
+    for name, ours in (stand_ins.BIND | stand_ins.ROUTER).items():
+        kernel = getattr(stand_ins.PLACES.get(name, router_functions), name)
+        assert kernel is not ours
+        assert len(inspect.signature(kernel).parameters) == len(inspect.signature(ours).parameters), name
+
+
+# --------------------------------------------------------------------- rows by columns, quantized again from the tokens
+
+COLUMNS, KEPT = "sm90.gathered_quantize_columns", "1.input:columns"
+
+
+@pytest.fixture
+def launches_cost_nothing(monkeypatch):
+    """The shapes here are small: a launch would cost more than the kept bytes."""
+    monkeypatch.setattr(candidates, "_US_PER_LAUNCH", 0.0)
+
+
+again = pytest.mark.usefixtures("launches_cost_nothing")
+
+
+@again
+def test_tokens_are_kept_in_place_of_columns():
+    chain, x, named = routed(), tokens(), routing(sentinels=True)
+    plan = both_ways(chain, x, "fp8_block", without=(COLUMNS,), bound=0, **named)
+    assert called("quantize_rows") == [
+        {"rows": True, "columns": False},  # the rows, forward
+        {"rows": True, "columns": True},  # the gradient of the output
+        {"rows": False, "columns": True},  # the rows, again
+    ]
+    assert called("gathered_quantize_rows") == [{"source": T, "rows": T * K}] * 3
+    assert not plan.unfused
+    with fm.disabled(COLUMNS):
+        kept = plan_of(chain, x, "fp8_block", **named)
+    assert {*kept.kept} - {*plan.kept} == {KEPT}
+    assert {*plan.kept} - {*kept.kept} == {"0.input"}
+    assert {*plan.kept} == {*only_plan(chain, x, **named).kept}, "those of bf16"
+    padded = T * K + E * 127 - (T * K + E * 127) % 128
+    assert kept.kept_bytes - plan.kept_bytes == H * padded + 4 * H * padded // 128 - 2 * T * H
+    steps = [(step.ops, step.direction, step.rule) for step in plan.steps]
+    at = steps.index((("1:input.QuantizeColumns",), "backward", COLUMNS))
+    assert steps[at + 1] == (("1.Wgrad",), "backward", FP8_WGRAD)
+    step = plan.steps[at]
+    assert (step.gives, step.needs, step.launches) == ((KEPT,), ("0.input", "0.offsets", "0.token_of_row"), 1)
+    source = plan.backward_source
+    assert source.index("_1_input_columns_codes, _1_input_columns_scale = run") < source.index("grad_1_weight = run")
+
+
+@again
+@pytest.mark.parametrize(("make", "frozen", "recipe"), [
+    (routed, (), "mxfp8"), (lambda: fm.MoE(H, I, E, K, dtype=BF16), (), "fp8_block"), (routed, ("x",), "fp8_block"),
+])  # fmt: skip
+def test_columns_are_quantized_again(make, frozen, recipe):
+    """The router of a whole layer keeps the tokens for its own weight gradient."""
+    chain, x = make(), tokens("x" not in frozen)
+    named = routing() if isinstance(chain, fm.Sequential) else {}
+    plan = both_ways(chain, x, recipe, without=(COLUMNS,), bound=0, **named)
+    assert COLUMNS in rules_used(plan)
+    assert not [name for name in plan.kept if name.endswith((KEPT, "gate_up.input:columns"))]
+    assert named or plan.kept_bytes == only_plan(chain, x).kept_bytes, "as in bf16"
+
+
+@again
+def test_checkpointing_compilation_and_a_graph_that_is_kept():
+    chain, x, named = routed(), tokens(), routing()
+    leaves = x, named["expert_weight"], *chain.parameters()
+
+    def grads(y, **options):
+        return torch.autograd.grad(y, leaves, torch.ones_like(y), **options)
+
+    with fm.recipe("fp8_block"), fm.strict():
+        assert COLUMNS in rules_used(only_plan(chain, x, **named))
+        y = chain(x, **named)
+        once = grads(y, retain_graph=True)
+        found = [grads(y), grads(checkpoint(lambda x: chain(x, **named), x, use_reentrant=False))]
+        stand_ins.calls.clear()
+        found.append(grads(torch.compile(chain, backend="aot_eager", fullgraph=True)(x, **named)))
+    assert called("gathered_quantize_rows") == [{"source": T, "rows": T * K}] * 3
+    assert all(t.any() for t in once)
+    for other in found:
+        assert all(map(torch.equal, once, other))
+
+
+@again
+def test_a_kernel_that_declines_makes_the_rows():
+    """Tokens with a pitch that the kernels cannot read."""
+    chain, named, odd = routed(), routing(), torch.randn(T, H + 1, dtype=BF16)[:, :H].requires_grad_()
+
+    def once():
+        y = chain(odd, **named)
+        return (y, *torch.autograd.grad(y, (odd, *chain.parameters()), torch.ones_like(y)))
+
+    with fm.recipe("fp8_block"):
+        with fm.disabled("sm90.*quantize*"):
+            expected = once()
+        stand_ins.calls.clear()
+        got = once()
+        assert COLUMNS in rules_used(only_plan(chain, odd, **named))
+    assert not called("gathered_quantize_rows")[1:], "that of the gradient alone"
+    assert all(t.any() for t in expected)
+    assert all(map(torch.equal, got, expected))
+
+
+def frozen_weights():
+    chain = routed()
+    chain[1].weight.requires_grad_(False)
+    return chain
+
+
+@again
+@pytest.mark.parametrize(("make", "how", "recipe", "kept"), [
+    (frozen_weights, {}, "fp8_block", False),  # nothing reads columns: neither they nor the tokens are kept
+    (routed, {"chosen": 1}, "fp8_block", True),  # the tokens take more bytes than the columns
+    (routed, {}, "fp8_block:wgrad=bf16", False),
+])  # fmt: skip
+def test_columns_are_not_quantized_again(make, how, recipe, kept):
+    chain = make()
+    x, named = operands(chain, **how)
+    plan = plan_of(chain, x, recipe, **named)
+    assert COLUMNS not in rules_used(plan)
+    assert (KEPT in plan.kept) is kept
+    assert not kept or status(plan, COLUMNS)[0] is Status.NO_MATCH
+
+
+def test_few_rows_are_kept_by_columns():
+    """A launch costs more than the kept bytes."""
+    plan = plan_of(routed(), tokens(), "fp8_block", **routing())
+    assert status(plan, COLUMNS) == (Status.SHADOWED, "by the forward pass, which keeps the result")
+    assert KEPT in plan.kept
+
+
+def test_quantizers_whose_results_differ():
+    assert fm.Quantize(fp8_block()).columns_again() is not None
+    assert fm.Quantize(backward=fp8_block()).columns_again() is None
+    for quantizer in (Quantizer(fp8_tensor(), delayed=Delayed()), Quantizer(nvfp4(), stochastic_rounding=True)):
+        assert fm.Quantize(quantizer).columns_again() is None
+
+
+# ----------------------------------------------------------------------------------------------------------- the router
+
+OPTIONS = {
+    "softmax": {},
+    "not renormalised": {"renormalize": False, "scale": 2.5},
+    "topk_softmax": {"score": "topk_softmax", "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5},
+    "sigmoid, not renormalised": {"score": "sigmoid", "renormalize": False},
+    "deepseek": {"score": "sigmoid", "num_groups": 4, "top_groups": 2},
+    "all groups": {"num_groups": 8, "top_groups": 8},
+    "corrected": {"balance_bias": True},
+    "bias": {"bias": True},
+}
+
+
+class Observe(fm.Op):
+    """Adds a number to the rows that depends on the router's other values: most to the last columns."""
+
+    def __init__(self, *names):
+        super().__init__()
+        self.runtime_inputs = names
+
+    def compute(self, x, *values):
+        total = sum((value * torch.linspace(1, 2, value.numel()).view_as(value)).sum() / len(x) for value in values)
+        return (x + total * torch.linspace(0, 1, x.shape[1])).to(x.dtype)
+
+
+class AfterOne(Observe):
+    """The gradient of its value is a view that begins one number after the start of another tensor."""
+
+    def compute(self, x, value):
+        return super().compute(x, torch.cat([value.new_ones(1), value.flatten()]))
+
+
+def router(dtype=BF16, num_experts=8, **options):
+    made = fm.Router(H, num_experts, 3, dtype=dtype, **options)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    if made.balance_bias is not None:
+        made.balance_bias.uniform_(-0.2, 0.2)
+    return made
+
+
+def layer(dtype=BF16, *observers, of=BF16, **options):
+    return fm.Sequential(router(dtype, **options), *routed(num_experts=8, width=16, dtype=of), *observers)
+
+
+def many(dtype=BF16, requires_grad=True):
+    return tokens(requires_grad, dtype, 37)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_router_and_the_sort_are_one_step_in_each_direction(options, dtype):
+    used = rules_used(both_ways(layer(dtype, **options), many()))
+    assert used[:4] == ["sm90.router_dispatch", *ROUTED[1:]]
+    assert used[-1] == "sm90.router_backward"
+    assert not {"sm90.dispatch", *LAST} & {*used}
+    assert called("route") == [{"counted": True}]
+    assert called("logits_grad") == [{"blocks": router_functions.blocks_for(dtype), "rows": True}]
+    assert {"scale": False, "adds": True} in called("sum_slots")
+    assert not {"slot_values", "offsets_from_splits"} & {*called()}  # the sort writes the offsets
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_router_called_alone(options, dtype):
+    """No gradient of the rows arrives: the product is the gradient of the tokens."""
+    made, x = router(dtype, **options), many()
+
+    def results():
+        routing = made(x)
+        torch.manual_seed(2)
+        loss = sum((value * torch.randn_like(value)).sum() for value in routing[1:])
+        gradients = torch.autograd.grad(loss, [x, *made.parameters()])
+        return routing._asdict() | dict(zip(("x", "weight", "bias"), gradients, strict=False))
+
+    with fm.disabled("*"):
+        expected = results()
+    stand_ins.calls.clear()
+    with fm.strict():
+        assert_close(results(), expected)
+    assert called() == ["router", "logits_grad", "router_wgrad", "router_dgrad"]
+    assert called("router")[0]["sums"] is False
+
+
+@pytest.mark.parametrize("case", [
+    (Observe("router_logits"), {}), (Observe("probs_sum"), {"score": "sigmoid"}), (AfterOne("router_logits"), {}),
+    (Observe("z_sum", "probs_sum", "router_logits"), {"score": "topk_softmax", "bias": True}),
+])  # fmt: skip
+def test_values_for_losses(case):
+    observe, options = case
+    used = rules_used(both_ways(layer(BF16, observe, **options), many()))
+    assert {"sm90.router_dispatch", "sm90.router_backward"} <= {*used}
+    assert called("router")[0]["sums"] is ("probs_sum" in observe.runtime_inputs)
+
+
+def test_a_router_without_experts_and_the_launches_of_its_sum():
+    chain = fm.Sequential(router(num_experts=64, num_groups=64, top_groups=64), Observe("router_logits", "probs_sum"))
+    assert rules_used(both_ways(chain, many())) == ["sm90.router", "sm90.router_backward"]
+    for made in (chain, layer()):
+        with_x, without_x = (only_plan(made, t).steps[-1].launches for t in (many(), many(requires_grad=False)))
+        assert with_x == 1 + 2 + 2  # the logits, the weight, the tokens
+        assert without_x == 1 + 2
+
+
+@pytest.mark.parametrize("frozen", [("0.weight",), ("0.",), ("x",), ("1", "2", "5"), ("0.", "2", "5"), ("0.", "x"),
+                                    ("x", "2", "5")], ids=str)  # fmt: skip
+def test_frozen_parts_of_the_router(frozen):
+    chain = layer(bias=True)
+    for name, parameter in chain.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    used = rules_used(both_ways(chain, many(requires_grad="x" not in frozen)))
+    assert ("sm90.router_backward" in used) is (frozen != ("0.", "x"))
+    assert (called("router_wgrad") != []) is {"0.", "0.weight"}.isdisjoint(frozen)
+    assert (called("router_dgrad") != []) is ("x" not in frozen)
+
+
+def test_the_parts_of_a_span_that_another_rule_takes():
+    """Without the rule of the whole span, the remaining steps are those of the other rules and plain ones."""
+    with fm.disabled("sm90.router_dispatch"):
+        assert rules_used(both_ways(layer(), many()))[:2] == ["sm90.router", "sm90.dispatch"]
+    with fm.disabled("sm90.router_backward"):
+        assert rules_used(both_ways(layer(), many(), strict=False))[-2:] == LAST
+    # the gradient of weights that another op reads is a sum: the step begins after `DispatchWeightGrad`
+    used = rules_used(both_ways(layer(BF16, Observe("expert_weight")), many(), strict=False))
+    assert used[-1] == "sm90.router_backward"
+    assert called("logits_grad")[0]["rows"] is False
+
+
+def test_fp16_runs_forward_alone():
+    used = rules_used(both_ways(layer(FP16, of=FP16), many(FP16), strict=False))
+    assert "sm90.router_dispatch" in used
+    assert "sm90.router_backward" not in used
+
+
+def test_no_tokens():
+    x = tokens(count=0)
+    with fm.strict():
+        layer()(x).sum().backward()
+    assert x.grad.shape == (0, H)
+    assert not {"router", "route", "logits_grad"} & {*called()}
