@@ -55,9 +55,11 @@ def _op(activation):
     return {"swiglu": SwiGLU, "reglu": ReGLU}[activation.kind](*settings)
 
 
-def _note(name, options, **what):
+def _note(name, operand, options, **what):
     assert isinstance(options, KernelOptions)
-    calls.append((name, {"options": options, **what}))
+    quantized = isinstance(operand, Codes)
+    what |= {"codes": operand.codes.dtype} if quantized else {}
+    calls.append((f"{'block_scaled' if quantized else 'grouped'}_{name}", {"options": options, **what}))
 
 
 def _matrix(t, transposed=False):
@@ -65,99 +67,11 @@ def _matrix(t, transposed=False):
     assert limits.why_not_matrix("t", t.shape, t.stride(), t.data_ptr(), transposed) is None
 
 
-def _product(x, weight, offsets, bias):
-    """fp32, rows that belong to no expert zero."""
-    assert offsets.dtype is torch.int32
-    assert len({x.dtype, weight.dtype, *([] if bias is None else [bias.dtype])}) == 1
-    assert x.dtype in (torch.bfloat16, torch.float16)
-    return _product_of(x, weight, offsets, bias)
-
-
-def _product_of(x, weight, offsets, bias):
-    y = torch.zeros(x.shape[0], weight.shape[1])
-    first = 0
-    for e, end in enumerate(offsets.tolist()):
-        y[first:end] = x[first:end].float() @ weight[e].float().T
-        if bias is not None:
-            y[first:end] += bias[e].float()
-        first = end
-    return y
-
-
-def _scaled(y, row_scale, offsets):
-    if row_scale is not None:
-        y = y * row_scale.float()[:, None]
-    y[offsets[-1] :] = 0  # not a product: the rows after the experts' may be NaN
-    return y
-
-
-def grouped_gemm(x, weight, offsets, *, bias=None, row_scale=None, options=DEFAULT):
-    _note("grouped_gemm", options, bias=bias is not None, row_scale=row_scale is not None)
-    _matrix(x)
-    _matrix(weight, transposed=True)
-    return _scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(x.dtype)
-
-
-def grouped_gemm_activation(
-    x, weight, offsets, activation, *, bias=None, row_scale=None, keep_preactivation=True, options=DEFAULT
-):
-    _note("grouped_gemm_activation", options, keep_preactivation=keep_preactivation, row_scale=row_scale is not None)
-    _matrix(x)
-    _matrix(weight, transposed=True)
-    p = _product(x, weight, offsets, bias)
-    y = _scaled(_op(activation).compute(p), row_scale, offsets).to(x.dtype)
-    return y, p.to(x.dtype) if keep_preactivation else None
-
-
-def grouped_gemm_activation_backward(
-    grad_output,
-    weight,
-    offsets,
-    preactivation,
-    activation,
-    *,
-    row_scale=None,
-    want_output=True,
-    want_row_scale_grad=False,
-    options=DEFAULT,
-):
-    _note("grouped_gemm_activation_backward", options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
-    _matrix(grad_output)
-    _matrix(weight, transposed=True)
-    _matrix(preactivation)
-    op, p = _op(activation), preactivation.float()
-    d = _product(grad_output, weight.mT, offsets, None)
-    (derivative,) = op.backward_ops()
-    y = op.compute(p)
-    dp = _scaled(derivative.compute(_scaled(d.clone(), row_scale, offsets), p), None, offsets)
-    ds = (d * y).sum(1)
-    ds[offsets[-1] :] = 0
-    return (
-        dp.to(grad_output.dtype),
-        _scaled(y, row_scale, offsets).to(grad_output.dtype) if want_output else None,
-        ds if want_row_scale_grad else None,
-    )
-
-
-def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False, options=DEFAULT):
-    _note("grouped_wgrad", options, accumulate=accumulate, dtype=dtype)
-    _matrix(grad_output)
-    _matrix(x)
-    dw = torch.zeros(offsets.shape[0], grad_output.shape[1], x.shape[1])
-    first = 0
-    for e, end in enumerate(offsets.tolist()):
-        dw[e] = grad_output[first:end].float().T @ x[first:end].float()
-        first = end
-    if accumulate:
-        out.data.add_(dw.to(out.dtype))  # kernels do not change the version
-        return out
-    return dw.to(dtype or x.dtype)
-
-
 class Bound:
     """A function for tensors like these, which then come in some order; it refuses others."""
 
     def __init__(self, run, *tensors):
+        tensors = (t.codes if isinstance(t, Codes) else t for t in tensors)
         self.run, self.kinds = run, [self.kind(t) for t in tensors]
 
     @staticmethod
@@ -187,6 +101,63 @@ def _gathered(name, source, index):
     return source[index]
 
 
+# ---- products --------------------------------------------------------------------------------------------------------
+
+
+def _by_expert(offsets):
+    return [(e, slice(*ends)) for e, ends in enumerate(pairwise([0, *offsets.tolist()]))]
+
+
+def _dequantized(operand, offsets=None):
+    """fp32 values of codes and scales that a kernel can read: one scale per row, per 128 rows of a weight, or per
+    expert; the latter for weights, or rows with offsets.
+    """
+    codes, scale = operand
+    assert codes.stride(-1) == 1
+    assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
+    assert products.has_strides(scale)
+    if scale.dim() == 1:
+        of_line = scale[:, None, None] if codes.dim() == 3 else of_group(scale, group_of(offsets, len(codes)))[:, None]
+        return codes.float() * of_line
+    wide = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
+    if codes.dim() == 3:
+        wide = wide.repeat_interleave(128, -2)[:, : codes.shape[1]]
+    assert wide.shape == codes.shape
+    return codes.float() * wide
+
+
+def _product(a, b, offsets, bias=None):
+    """fp32, rows that belong to no expert zero. The weight is (E, N, K)."""
+    assert offsets.dtype is torch.int32
+    if isinstance(a, Codes):
+        assert b.codes.dtype is torch.float8_e4m3fn
+        assert (a.scale.dim() == 1) is (b.scale.dim() == 1)
+        assert bias is None or (bias.dtype is BF16 and bias.is_contiguous())
+        a, b = _dequantized(a, offsets), _dequantized(b)
+    else:
+        _matrix(a)
+        _matrix(b, transposed=True)
+        assert len({t.dtype for t in _some(a, b, bias)}) == 1
+        assert a.dtype in (torch.bfloat16, torch.float16)
+    y = torch.zeros(a.shape[0], b.shape[1])
+    for e, rows in _by_expert(offsets):
+        y[rows] = a[rows].float() @ b[e].float().T
+        if bias is not None:
+            y[rows] += bias[e].float()
+    return y
+
+
+def _scaled(y, row_scale, offsets):
+    if row_scale is not None:
+        y = y * row_scale.float()[:, None]
+    y[offsets[-1] :] = 0  # not a product: the rows after the experts' may be NaN
+    return y
+
+
+def _dtype(operand):
+    return BF16 if isinstance(operand, Codes) else operand.dtype
+
+
 def _rows_of(part, experts):
     """Experts and their rows, from and to, of the ranges of a launch."""
     ranges = part[:-1].view(-1, 2, experts + 1)
@@ -200,129 +171,160 @@ def _rows_of(part, experts):
     ]
 
 
-def _by_ranges(ranges, rows, experts, product):
-    """The results of ``product(rows, offsets)`` for all rows: a launch per part of ``ranges``, a call per expert."""
-    results = None
-    for part in ranges:
+def _of_rows(name, product, offsets, experts, x, gather, by_rows, ranges, out=None):
+    """The results of ``product(x, offsets, *by_rows)``: at once, or for `ranges` a launch per part of the offsets, a
+    call per expert. Each part is written before the next is taken, which a step between may have to wait for.
+    """
+    if not ranges:
+        return product(_gathered(name, x, gather), offsets, *by_rows)
+    results, rows = None if out is None else [out], len(x if gather is None else gather)
+    for part in offsets:
         for expert, (start, end) in _rows_of(part, experts):
             # rows of no expert are those after all offsets
-            offsets = torch.tensor([0] * expert + [end - start] * (experts - expert), dtype=torch.int32)
-            got = product(slice(start, end), offsets)
+            one = torch.tensor([0] * expert + [end - start] * (experts - expert), dtype=torch.int32)
+            of_x = x[start:end] if gather is None else x[gather[start:end]]
+            got = product(of_x, one, *(None if t is None else t[start:end] for t in by_rows))
             if results is None:
                 results = [None if t is None else t.new_full((rows, *t.shape[1:]), torch.nan) for t in got]
             for whole, t in zip(results, got, strict=True):
                 if whole is not None:
                     whole[start:end] = t
-    return results
-
-
-def _of(rows, *tensors):
-    return [None if t is None else t[rows] for t in tensors]
-
-
-def _in_order(rows, gather):
-    """The rows of a matrix for a part of the results, through the index if there is one."""
-    return (lambda x: x[rows]) if gather is None else (lambda x: x[gather[rows]])
-
-
-def _of_codes(product):
-    """A function of both operands, as `Codes`, for one of codes and scales."""
-    return lambda a, b, *others: product(*a, *b, *others)
+    return tuple(results)
 
 
 def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, ranges=False):
-    if isinstance(x, Codes):
-        by_expert = x.scale.dim() == 1
-        return _of_codes(_bind_block_scaled_gemm(*_values(x, weight), bias, row_scale, options, by_expert=by_expert))
-
     def run(x, weight, bias, offsets, row_scale, gather=None, out=None):
-        def product(rows, offsets):
-            (scale,) = _of(rows, row_scale)
-            x_of_rows = _in_order(rows, gather)(x)
-            return (grouped_gemm(x_of_rows, weight, offsets, bias=bias, row_scale=scale, options=options),)
+        assert not ranges or out is not None, "the rules give the memory"
 
-        if ranges:
-            assert out is not None, "the rules give the memory"
-            for part in offsets:  # written at once: the next part may be taken after a step that reads it
-                got = _by_ranges([part], len(out), len(weight), product)
-                for _, (start, end) in _rows_of(part, len(weight)):
-                    out[start:end] = got[0][start:end]
-            return out
-        x = _gathered("gemm", x, gather)
-        return grouped_gemm(x, weight, offsets, bias=bias, row_scale=row_scale, options=options)
+        def product(x, offsets, row_scale):
+            _note("gemm", x, options, bias=bias is not None, row_scale=row_scale is not None)
+            return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
+
+        (y,) = _of_rows("gemm", product, offsets, len(weight), x, gather, (row_scale,), ranges, out)
+        return y
 
     return Bound(run, x, weight, bias, row_scale, *_some(gather))
-
-
-def _values(*operands):
-    return [operand.codes for operand in operands]
 
 
 def bind_grouped_gemm_activation(
     x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, quantized=None, ranges=False
 ):
     if isinstance(x, Codes):
-        by_expert, operands = x.scale.dim() == 1, _values(x, weight)
-        how = activation, keep_preactivation, quantized, options
-        return _of_codes(_bind_block_scaled_gemm_activation(*operands, bias, row_scale, *how, by_expert=by_expert))
-    assert quantized is None
+        assert not activation.interleaved
+        assert not activation.gated or weight.codes.shape[1] % (32 if x.scale.dim() == 1 else 256) == 0
+    else:
+        assert quantized is None
 
-    def run(x, weight, bias, offsets, row_scale, gather=None):
-        settings = {"bias": bias, "keep_preactivation": keep_preactivation, "options": options}
+    def run(x, weight, bias, offsets, row_scale, gather=None, amax=None):
+        of_codes = isinstance(x, Codes)
 
-        def product(rows, offsets):
-            (scale,) = _of(rows, row_scale)
-            x_of_rows = _in_order(rows, gather)(x)
-            return grouped_gemm_activation(x_of_rows, weight, offsets, activation, row_scale=scale, **settings)
+        def product(x, offsets, row_scale):
+            what = {"keep": keep_preactivation, "quantized": quantized} if of_codes else {
+                "keep_preactivation": keep_preactivation, "row_scale": row_scale is not None,
+            }  # fmt: skip
+            _note("gemm_activation", x, options, **what)
+            p = _product(x, weight, offsets, bias)
+            kept = p.to(_dtype(x))
+            y = _scaled(_op(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
+            return (y, kept) if keep_preactivation else (y,)
 
-        if ranges:
-            y, p = _by_ranges(offsets, x.shape[0] if gather is None else gather.shape[0], len(weight), product)
-            return (y, p) if keep_preactivation else y
-        x = _gathered("gemm_activation", x, gather)
-        y, p = grouped_gemm_activation(x, weight, offsets, activation, row_scale=row_scale, **settings)
-        return (y, p) if keep_preactivation else y
+        if not of_codes:
+            results = _of_rows("gemm_activation", product, offsets, len(weight), x, gather, (row_scale,), ranges)
+            return results if keep_preactivation else results[0]
+        y, *kept = product(x, offsets, row_scale)
+        if quantized is not None and quantized.block[1] is None:  # the place of an index is that of the scale
+            codes = quantize(y, quantized, -1, offsets=offsets, encode=gather).data
+            amax.copy_(quantizers.amax_by_expert(y, offsets))
+            return (codes, *kept)
+        written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=offsets)])[0]
+        return (*written, *kept)
 
     return Bound(run, x, weight, bias, row_scale, *_some(gather))
+
+
+def _derivative(grad_output, weight, offsets, preactivation, row_scale, activation):
+    """The gradient of the preactivation, the recomputed result and the gradient of the row scale, all in fp32."""
+    _matrix(preactivation)
+    op, p = _op(activation), preactivation.float()
+    d = _product(grad_output, weight if isinstance(weight, Codes) else weight.mT, offsets)
+    (derivative,) = op.backward_ops()
+    y = op.compute(p)
+    dp = _scaled(derivative.compute(_scaled(d.clone(), row_scale, offsets), p), None, offsets)
+    ds = (d * y).sum(1)
+    ds[offsets[-1] :] = 0
+    return dp, _scaled(y, row_scale, offsets), ds
 
 
 def bind_grouped_gemm_activation_backward(
     grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None,
     *, ranges=False,
 ):  # fmt: skip
-    if isinstance(grad_output, Codes):
-        by_expert, operands = grad_output.scale.dim() == 1, _values(grad_output, weight)
-        how = preactivation, row_scale, activation, want_output, want_row_scale_grad, options
-        return _of_codes(_bind_block_scaled_gemm_activation_backward(*operands, *how, by_expert=by_expert))
-
     def run(grad_output, weight, offsets, preactivation, row_scale, gather=None):
-        settings = {"want_output": want_output, "want_row_scale_grad": want_row_scale_grad, "options": options}
+        name, dtype = "gemm_activation_backward", _dtype(grad_output)
 
-        def product(rows, offsets):
-            p, scale = _of(rows, preactivation, row_scale)
-            dy = _in_order(rows, gather)(grad_output)
-            return grouped_gemm_activation_backward(dy, weight, offsets, p, activation, row_scale=scale, **settings)
+        def product(dy, offsets, p, row_scale):
+            _note(name, dy, options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
+            dp, y, ds = _derivative(dy, weight, offsets, p, row_scale, activation)
+            return dp.to(dtype), y.to(dtype) if want_output else None, ds if want_row_scale_grad else None
 
-        if ranges:
-            return _by_ranges(offsets, preactivation.shape[0], len(weight), product)
-        grad_output = _gathered("gemm_activation_backward", grad_output, gather)
-        return grouped_gemm_activation_backward(
-            grad_output, weight, offsets, preactivation, activation, row_scale=row_scale, **settings
-        )
+        by_rows = preactivation, row_scale
+        return _of_rows(name, product, offsets, len(weight), grad_output, gather, by_rows, ranges)
 
     return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
+
+
+def bind_grouped_gemm_activation_backward_codes(
+    grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options
+):
+    assert weight.codes.shape[1] % 128 == 0
+    assert not activation.interleaved
+    assert quantized.rule is ScaleRule.POWER_OF_TWO
+    assert not quantized.amax_epsilon
+
+    def run(grad_output, weight, offsets, preactivation, row_scale):
+        what = {"quantized": quantized, "forms": forms, "want_row_scale_grad": want_row_scale_grad}
+        _note("gemm_activation_backward_codes", grad_output, options, **what)
+        dp, y, ds = _derivative(grad_output, weight, offsets, preactivation, row_scale, activation)
+        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
+        written = [quantize(t.to(BF16), format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
+        return _forms(written), ds if want_row_scale_grad else None
+
+    return Bound(run, grad_output, weight, preactivation, row_scale)
+
+
+def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False, options=DEFAULT, rows=None):
+    """Of rows, or of codes by columns: those of each expert begin at a multiple of 128."""
+    _note("wgrad", grad_output, options, accumulate=accumulate, dtype=dtype)
+    a, b, ends = grad_output, x, PaddedRows.of(offsets, rows, 128).ends_E if isinstance(x, Codes) else offsets
+    if not isinstance(x, Codes):
+        _matrix(a)
+        _matrix(b)
+        a, b = a.mT, b.mT
+    elif x.scale.dim() == 1:
+        expert = group_of(ends, x.codes.shape[1])
+        a, b = (operand.codes.float() * of_group(operand.scale, expert) for operand in (a, b))
+    else:
+        a, b = _dequantized(a), _dequantized(b)
+    dw, first = torch.zeros(len(offsets), len(a), len(b)), 0
+    for e, (count, end) in enumerate(
+        zip(offsets.diff(prepend=offsets.new_zeros(1)).tolist(), ends.tolist(), strict=True)
+    ):
+        dw[e] = a[:, first : first + count].float() @ b[:, first : first + count].float().T
+        first = end
+    if accumulate:
+        out.data.add_(dw.to(out.dtype))  # kernels do not change the version
+        return out
+    return dw.to(dtype or _dtype(x))
 
 
 def bind_grouped_wgrad(
     grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False
 ):
     assert gathered in ({None} if gather is None else {"grad_output", "x"})
-    if isinstance(x, Codes):
-        by_expert, operands = x.scale.dim() == 1, _values(grad_output, x)
-        how = offsets, operands[0].shape[1], dtype, accumulate, options, beside
-        product = _bind_block_scaled_wgrad(*operands, *how, by_expert=by_expert, transposed=transposed)
-        return lambda dy, x, offsets, out=None: product(*dy, *x, offsets, out)
+    swapped = transposed and not (isinstance(x, Codes) and grad_output.codes.dtype is not x.codes.dtype)
+    rows = x.codes.shape[1] if isinstance(x, Codes) else None
 
-    def run(grad_output, x, offsets, out, gather=None):
+    def run(grad_output, x, offsets, out=None, gather=None):
         assert out is None or out.dtype is dtype
         if beside:
             calls.append(("beside", {}))
@@ -330,18 +332,26 @@ def bind_grouped_wgrad(
             x = _gathered("wgrad_x", x, gather)
         else:
             grad_output = _gathered("wgrad_dy", grad_output, gather)
-        if transposed:
-            assert out is None or out.mT.is_contiguous()
-            out = None if out is None else out.mT
-            settings = {"out": out, "dtype": dtype, "accumulate": accumulate, "options": options}
-            return grouped_wgrad(x, grad_output, offsets, **settings).mT
-        return grouped_wgrad(grad_output, x, offsets, out=out, dtype=dtype, accumulate=accumulate, options=options)
+        settings = {"dtype": dtype, "accumulate": accumulate, "options": options, "rows": rows}
+        if not swapped:
+            return grouped_wgrad(grad_output, x, offsets, out=out, **settings)
+        assert out is None or out.mT.is_contiguous()
+        return grouped_wgrad(x, grad_output, offsets, out=None if out is None else out.mT, **settings).mT
 
     return Bound(run, grad_output, x, offsets, *_some(gather))
 
 
+# ---- rows without a product ------------------------------------------------------------------------------------------
+
+
 def bind_column_sums(grad, offsets, dtype=None):
-    return Bound(lambda grad, offsets: column_sums(grad, offsets, dtype), grad, offsets)
+    def run(grad, offsets):
+        calls.append(("column_sums", {}))
+        _matrix(grad)
+        sums = [grad[rows].float().sum(0) for _, rows in _by_expert(offsets)]
+        return torch.stack(sums).to(dtype or grad.dtype)
+
+    return Bound(run, grad, offsets)
 
 
 def bind_zero_tail(rows, offsets):
@@ -356,20 +366,12 @@ def bind_zero_tail(rows, offsets):
 
 
 def bind_offsets_from_splits(splits, rows):
-    return Bound(lambda splits, *_: offsets_from_splits(splits, rows), splits)
+    def run(splits, *_):
+        calls.append(("offsets_from_splits", {}))
+        assert splits.is_contiguous()
+        return plain_offsets(splits, rows)
 
-
-def column_sums(grad, offsets, dtype=None):
-    calls.append(("column_sums", {}))
-    _matrix(grad)
-    sums = [grad[a:b].float().sum(0) for a, b in zip([0, *offsets.tolist()], offsets.tolist(), strict=False)]
-    return torch.stack(sums).to(dtype or grad.dtype)
-
-
-def offsets_from_splits(splits, rows):
-    calls.append(("offsets_from_splits", {}))
-    assert splits.is_contiguous()
-    return plain_offsets(splits, rows)
+    return Bound(run, splits)
 
 
 def bind_route(index, weight, experts, chunk_slots=None, num_rows=None):
@@ -662,150 +664,9 @@ def bind_dequantize(codes, scale, format, *, transposed=False):
     return Bound(run, codes)
 
 
-def _dequantized(codes, scale, offsets=None):
-    """fp32 values of codes and scales that a kernel can read: one scale per row, per 128 rows of a weight, or per
-    expert; the latter for weights, or rows with offsets.
-    """
-    assert codes.stride(-1) == 1
-    assert codes.stride(-2) % 16 == codes.data_ptr() % 16 == 0
-    assert products.has_strides(scale)
-    if scale.dim() == 1:
-        of_line = scale[:, None, None] if codes.dim() == 3 else of_group(scale, group_of(offsets, len(codes)))[:, None]
-        return codes.float() * of_line
-    wide = scale.repeat_interleave(128, -1)[..., : codes.shape[-1]]
-    if codes.dim() == 3:
-        wide = wide.repeat_interleave(128, -2)[:, : codes.shape[1]]
-    assert wide.shape == codes.shape
-    return codes.float() * wide
-
-
-def _fp8_product(x, x_scale, weight, weight_scale, offsets, bias):
-    assert offsets.dtype is torch.int32
-    assert weight.dtype is torch.float8_e4m3fn
-    assert bias is None or (bias.dtype is BF16 and bias.is_contiguous())
-    rows, weights = _dequantized(x, x_scale, offsets), _dequantized(weight, weight_scale)
-    return _product_of(rows, weights, offsets, bias)
-
-
-def _bind_block_scaled_gemm(x, weight, bias, row_scale, options, *, by_expert=False):
-    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale):
-        assert by_expert is (x_scale.dim() == 1) is (weight_scale.dim() == 1)
-        _note("block_scaled_gemm", options, codes=x.dtype, row_scale=row_scale is not None)
-        return _scaled(_fp8_product(x, x_scale, weight, weight_scale, offsets, bias), row_scale, offsets).to(BF16)
-
-    return Bound(run, x, weight, bias, row_scale)
-
-
-def _bind_block_scaled_gemm_activation(
-    x, weight, bias, row_scale, activation, keep_preactivation, quantized, options, *, by_expert=False
-):
-    assert not activation.interleaved
-    assert not activation.gated or weight.shape[1] % (32 if by_expert else 256) == 0
-
-    def run(x, x_scale, weight, weight_scale, bias, offsets, row_scale, encode=None, amax=None):
-        assert by_expert is (x_scale.dim() == 1) is (weight_scale.dim() == 1)
-        _note("block_scaled_gemm_activation", options, keep=keep_preactivation, quantized=quantized)
-        p = _fp8_product(x, x_scale, weight, weight_scale, offsets, bias).to(BF16)
-        y = _scaled(_op(activation).compute(p.float()), row_scale, offsets).to(BF16)
-        written = (y,)
-        if quantized is not None and quantized.block[1] is None:
-            form = quantize(y, quantized, -1, offsets=offsets, encode=encode)
-            amax.copy_(quantizers.amax_by_expert(y, offsets))
-            written = (form.data,)
-        elif quantized is not None:
-            (written,) = _forms([quantize(y, quantized, -1, offsets=offsets)])
-        return (*written, p) if keep_preactivation else written
-
-    return Bound(run, x, weight, bias, row_scale)
-
-
-def _bind_block_scaled_gemm_activation_backward(
-    grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, *,
-    by_expert=False,
-):  # fmt: skip
-    def run(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale):
-        _note(
-            "block_scaled_gemm_activation_backward", options, codes=grad_output.dtype, want_output=want_output,
-            want_row_scale_grad=want_row_scale_grad,
-        )  # fmt: skip
-        assert by_expert is (grad_scale.dim() == 1) is (weight_scale.dim() == 1)
-        _matrix(preactivation)
-        op, p = _op(activation), preactivation.float()
-        d = _fp8_product(grad_output, grad_scale, weight, weight_scale, offsets, None)
-        y = op.compute(p)
-        dp = _scaled(op.backward_ops()[0].compute(_scaled(d.clone(), row_scale, offsets), p), None, offsets)
-        ds = (d * y).sum(1)
-        ds[offsets[-1] :] = 0
-        output = _scaled(y, row_scale, offsets).to(BF16) if want_output else None
-        return dp.to(BF16), output, ds if want_row_scale_grad else None
-
-    return Bound(run, grad_output, weight, preactivation, row_scale)
-
-
-def bind_grouped_gemm_activation_backward_codes(
-    grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options
-):
-    grad_output, weight = _values(grad_output, weight)
-    assert weight.shape[1] % 128 == 0
-    assert not activation.interleaved
-    assert quantized.rule is ScaleRule.POWER_OF_TWO
-    assert not quantized.amax_epsilon
-    in_bf16 = _bind_block_scaled_gemm_activation_backward(
-        grad_output, weight, preactivation, row_scale, activation, True, want_row_scale_grad, options
-    ).run
-
-    def run(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale):
-        dp, y, ds = in_bf16(grad_output, grad_scale, weight, weight_scale, offsets, preactivation, row_scale)
-        calls.pop()
-        _note(
-            "block_scaled_gemm_activation_backward_codes", options, codes=grad_output.dtype, quantized=quantized,
-            forms=forms, want_row_scale_grad=want_row_scale_grad,
-        )  # fmt: skip
-        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
-        written = [quantize(t, format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
-        return _forms(written), ds
-
-    return _of_codes(Bound(run, grad_output, weight, preactivation, row_scale))
-
-
-def _bind_block_scaled_wgrad(
-    dy, x, offsets, rows, dtype, accumulate, options, beside=False, *, by_expert=False, transposed=False
-):
-    if transposed and dy.dtype is x.dtype:
-        product = _bind_block_scaled_wgrad(
-            x, dy, offsets, rows, dtype, accumulate, options, beside, by_expert=by_expert
-        )
-        return lambda dy, dy_scale, x, x_scale, offsets, out: (
-            product(x, x_scale, dy, dy_scale, offsets, None if out is None else out.mT).mT
-        )
-
-    def run(dy, dy_scale, x, x_scale, offsets, out):
-        if beside:
-            calls.append(("beside", {}))
-        _note("block_scaled_wgrad", options, dtype=dtype, accumulate=accumulate)
-        assert by_expert is (dy_scale.dim() == 1) is (x_scale.dim() == 1)
-        if by_expert:
-            ends = PaddedRows.of(offsets, rows, 128).ends_E
-            expert = group_of(ends, dy.shape[1])
-            a, b = (codes.float() * of_group(scale, expert) for codes, scale in ((dy, dy_scale), (x, x_scale)))
-        else:
-            a, b = _dequantized(dy, dy_scale), _dequantized(x, x_scale)
-        dw, first, begin = torch.zeros(len(offsets), len(dy), len(x)), 0, 0
-        for e, end in enumerate(offsets.tolist()):
-            last = first + end - begin
-            dw[e] = a[:, first:last] @ b[:, first:last].T
-            first, begin = first + -(-(end - begin) // 128) * 128, end
-        if not accumulate:
-            return dw.to(dtype)
-        out.data.add_(dw.to(out.dtype))  # kernels do not change the version
-        return out
-
-    return run
-
-
 def bind_router(x, weight, bias, choice, want_sums, options):
     def run(x, weight, bias, correction):
-        _note("router", options, sums=want_sums)
+        calls.append(("router", {"options": options, "sums": want_sums}))
         _matrix(x)
         _matrix(weight)
         assert (x.dtype, weight.dtype) in ((BF16, BF16), (BF16, torch.float32), (torch.float16, torch.float16))
@@ -872,7 +733,7 @@ def _blocks(parts, experts):
 
 def bind_router_dgrad(parts, weight, options):
     def run(parts, ends, weight):
-        _note("router_dgrad", options)
+        calls.append(("router_dgrad", {"options": options}))
         assert ends[-1] == len(parts)
         return (parts[:, : len(weight)].double() @ weight.double()).to(BF16)
 
@@ -881,7 +742,7 @@ def bind_router_dgrad(parts, weight, options):
 
 def bind_router_wgrad(parts, x, experts, groups, dtype, options):
     def run(parts, ends, x):
-        _note("router_wgrad", options)
+        calls.append(("router_wgrad", {"options": options}))
         assert len(ends) == groups
         assert ends[-1] == len(parts)
         blocks = _blocks(parts, experts)

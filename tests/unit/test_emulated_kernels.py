@@ -245,7 +245,7 @@ def test_a_whole_layer():
     assert None not in ran, "each step has a kernel"
 
 
-@pytest.mark.slow  # the tests of FP8 codes above run such kernels, and test_sm90_fp8_rules.py its plan
+@pytest.mark.slow  # the tests of FP8 codes above run such kernels, and test_sm90_products.py its plan
 @pytest.mark.usefixtures("builtin_rules")
 @pytest.mark.parametrize("recipe", [*FP8, *(f"{n}:wgrad=bf16" for n in FP8)])
 def test_a_whole_layer_in_fp8(recipe):

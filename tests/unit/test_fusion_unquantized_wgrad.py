@@ -4,8 +4,8 @@ import pytest
 import torch
 from kit import sm90_stand_ins as stand_ins
 from kit.saved import check_bytes
+from kit.sm90_machine import called
 from kit.toy import only_plan, outcome, rule, status
-from test_sm90_rules import called, hopper_machine  # noqa: F401  (a fixture)
 
 import fusedmoe as fm
 from fusedmoe import Status

@@ -44,89 +44,71 @@ def seeing(seen):
     return Forward, Backward
 
 
+def seen_by(call, *arguments):
+    """The options with which rules are built in a call and its backward pass."""
+    seen = []
+    with fm.register(*seeing(seen)):
+        outcome(call, *arguments, **inputs())
+    return seen
+
+
 def chain(**options):
     return fm.Sequential(*experts(), **options)
 
 
-def test_defaults():
-    made = chain()
-    assert (made.sm_margin, made.schedule) == (0, "dynamic")
-    assert made._options == DEFAULT
+def inner(**options):
+    return fm.Sequential(*list(experts())[1:], **options)
 
 
 @pytest.mark.parametrize("how", ["given", "set"])
 def test_rules_see_them_in_both_directions(how):
-    seen = []
     made = chain(**BOTH) if how == "given" else chain()
     if how == "set":
+        assert (made.sm_margin, made.schedule, made._options) == (0, "dynamic", DEFAULT)
         made.sm_margin, made.schedule = 16, "static"
-    with fm.register(*seeing(seen)):
-        outcome(made, rows(), **inputs())
-    assert seen == [KernelOptions(16, "static")] * 4
-
-
-def test_an_op_alone_has_the_defaults():
-    seen = []
-    with fm.register(*seeing(seen)):
-        experts()[0](rows(), **inputs())
-    assert set(seen) == {DEFAULT}
+    assert seen_by(made, rows()) == [KernelOptions(16, "static")] * 4
+    assert {*seen_by(experts()[0], rows())} == {DEFAULT}, "an op alone"
+    assert chain(**BOTH).state_dict().keys() == chain().state_dict().keys()
+    with pytest.raises(TypeError):
+        fm.Sequential(fm.SwiGLU(), 8)
 
 
 def test_a_change_is_a_new_plan_and_back_the_old_one():
     made, x, named = chain(), rows(), inputs()
     (part,) = partition_for(made).parts
-    for margin, plans in [(0, 1), (8, 2), (8, 2), (0, 2), (4, 3)]:
-        made.sm_margin = margin
+    for margin, schedule, plans in [
+        (0, "dynamic", 1), (8, "dynamic", 2), (8, "dynamic", 2), (0, "dynamic", 2), (4, "dynamic", 3), (4, "static", 4),
+    ]:  # fmt: skip
+        made.sm_margin, made.schedule = margin, schedule
         made(x, **named)
         assert len(part.chain.table.plans) == plans
-    made.schedule = "static"
-    made(x, **named)
-    assert len(part.chain.table.plans) == 4
 
 
 def test_they_are_shown_if_not_the_default():
     made, x, named = chain(), rows(), inputs()
     assert "sm_margin" not in f"{made.explain(x, **named)}{made}"
     assert "schedule" not in f"{made.explain(x, **named)}{made}"
-    made.sm_margin = 16
-    assert (
-        str(made.explain(x, **named)).splitlines()[1] == "planned for cpu, float64, recipe bf16, sm_margin 16, 9 rows"
-    )
-    assert "sm_margin=16" in repr(made)
-    made.schedule = "static"
-    assert ", sm_margin 16, schedule static, 9 rows\n" in str(made.explain(x, **named))
+    made.sm_margin, made.schedule = 16, "static"
+    shown = str(made.explain(x, **named)).splitlines()[1]
+    assert shown == "planned for cpu, float64, recipe bf16, sm_margin 16, schedule static, 9 rows"
     assert "sm_margin=16, schedule='static'" in repr(made)
     assert only_plan(made, x, **named).options == KernelOptions(16, "static")
 
 
-@pytest.mark.parametrize("margin", [-1, 1.0, "8", None, True])
-def test_a_margin_that_is_none(margin):
-    text = f"sm_margin: expected a number of SMs, 0 or more, got {margin!r}"
-    with pytest.raises(InputError, match=f"^Sequential: {text}$"):
-        chain(sm_margin=margin)
-    with pytest.raises(InputError, match=f"^MoE: {text}$"):
-        fm.MoE(H, I, E, 1, sm_margin=margin)
-    made = chain(sm_margin=2)
-    with pytest.raises(InputError, match=f"^Sequential: {text}$"):
-        made.sm_margin = margin
-    assert made.sm_margin == 2
-
-
-@pytest.mark.parametrize("schedule", ["Static", "", None, 0])
-def test_a_schedule_that_is_none(schedule):
-    text = f"schedule: expected 'static' or 'dynamic', got {schedule!r}"
-    with pytest.raises(InputError, match=f"^Sequential: {text}$"):
-        chain(schedule=schedule)
-    with pytest.raises(InputError, match=f"^MoE: {text}$"):
-        fm.MoE(H, I, E, 1, schedule=schedule)
-    made = chain()
-    with pytest.raises(InputError, match=f"^Sequential: {text}$"):
-        made.schedule = schedule
-
-
-def test_they_are_keyword_only():
-    with pytest.raises(TypeError):
-        fm.Sequential(fm.SwiGLU(), 8)
+@pytest.mark.parametrize(("name", "value"), [
+    *(("sm_margin", value) for value in (-1, 1.0, "8", None, True)),
+    *(("schedule", value) for value in ("Static", "", None, 0)),
+])  # fmt: skip
+def test_other_values_are_refused(name, value):
+    wanted = {"sm_margin": "a number of SMs, 0 or more", "schedule": "'static' or 'dynamic'"}[name]
+    text, made = f"{name}: expected {wanted}, got {value!r}", chain(**BOTH)
+    for of, call in (
+        ("Sequential", lambda: chain(**{name: value})), ("MoE", lambda: fm.MoE(H, I, E, 1, **{name: value})),
+        ("Sequential", lambda: setattr(made, name, value)),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"^{of}: {text}$"):
+            call()
+    assert {"sm_margin": made.sm_margin, "schedule": made.schedule} == BOTH
 
 
 @pytest.mark.parametrize(
@@ -135,55 +117,32 @@ def test_they_are_keyword_only():
     ids=["copy", "deepcopy", "pickle", "slice", "tail"],
 )
 def test_copies_and_slices_keep_them(copied):
-    twin = copied(chain(**BOTH))
+    made = chain(**BOTH)
+    twin = copied(made)
     assert (twin.sm_margin, twin.schedule) == (16, "static")
     twin.sm_margin = 1
-    assert chain(**BOTH).sm_margin == 16
-
-
-def test_they_are_not_in_the_state_dict():
-    assert chain(**BOTH).state_dict().keys() == chain().state_dict().keys()
-
-
-def test_one_made_without_its_constructor_has_the_defaults():
-    made = chain(**BOTH)
+    assert made.sm_margin == 16
     del made.__dict__["_options"]  # as from a pickle of before there were options
     assert (made.sm_margin, made.schedule) == (0, "dynamic")
-    made(rows(), **inputs())
 
 
 def test_the_outermost_decides(caplog):
-    seen = []
-    inner = fm.Sequential(*list(experts())[1:], sm_margin=8)
-    outer = fm.Sequential(experts()[0], inner, sm_margin=2)
-    with fm.register(*seeing(seen)):
-        outcome(outer, rows(), **inputs())
-        outcome(outer, rows(), **inputs())
-        assert set(seen) == {KernelOptions(2)}
-        seen.clear()
-        inner(torch.randn(9, 2 * I, dtype=torch.float64), **inputs())
-        assert seen == [KernelOptions(8)] * 2  # forward, backward
+    nested = inner(sm_margin=8)
+    outer = fm.Sequential(experts()[0], nested, sm_margin=2)
+    assert {*seen_by(outer, rows()), *seen_by(outer, rows())} == {KernelOptions(2)}
+    assert seen_by(nested, torch.randn(9, 2 * I, dtype=torch.float64)) == [KernelOptions(8)] * 2  # forward, backward
     (said,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert said.getMessage() == (
         "nested Sequential '1': sm_margin 8 applies only when it is called by itself; set it on the outer Sequential"
     )
+    nested.register_forward_hook(lambda *_: None)  # one that is called as a module has its own
+    assert {*seen_by(outer, rows())} == {KernelOptions(2), KernelOptions(8)}
 
 
 @pytest.mark.parametrize("margin", [0, 2])
 def test_a_nested_one_that_says_nothing_else_is_no_news(caplog, margin):
-    outer = fm.Sequential(experts()[0], fm.Sequential(*list(experts())[1:], sm_margin=margin), sm_margin=2)
-    outer(rows(), **inputs())
+    fm.Sequential(experts()[0], inner(sm_margin=margin), sm_margin=2)(rows(), **inputs())
     assert not caplog.records
-
-
-def test_one_that_is_called_as_a_module_has_its_own():
-    seen = []
-    inner = fm.Sequential(*list(experts())[1:], sm_margin=8)
-    inner.register_forward_hook(lambda *_: None)
-    outer = fm.Sequential(experts()[0], inner, sm_margin=2)
-    with fm.register(*seeing(seen)):
-        outer(rows(), **inputs())
-    assert set(seen) == {KernelOptions(2), KernelOptions(8)}
 
 
 def test_moe_passes_them_on():
@@ -192,16 +151,13 @@ def test_moe_passes_them_on():
         layer.sm_margin, layer.schedule = options
         assert (layer.sm_margin, layer.schedule) == options
         assert layer.experts._options == layer.shared._options == KernelOptions(*options)
-    x = torch.randn(5, H)
-    assert "sm_margin 1" in str(layer.explain(x))
-    assert torch.equal(layer(x), layer(x))
+    assert "sm_margin 1" in str(layer.explain(torch.randn(5, H)))
 
 
 # Dynamo's own looking around
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_calls_have_them():
     seen = []
-    made = chain(**BOTH)
     with fm.register(*seeing(seen)):
-        torch.compile(made, backend="eager")(rows(), **inputs())
-    assert set(seen) == {KernelOptions(16, "static")}
+        torch.compile(chain(**BOTH), backend="eager")(rows(), **inputs())
+    assert {*seen} == {KernelOptions(16, "static")}

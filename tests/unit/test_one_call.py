@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from kit.call_hops import PACKAGE, PROGRAM, frames_of, hops_of
-from test_sm90_rules import hopper_machine  # noqa: F401  (a fixture)
 
 import fusedmoe as fm
 from fusedmoe.base import changes

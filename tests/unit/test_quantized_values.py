@@ -4,13 +4,18 @@ import copy
 
 import pytest
 import torch
+from kit.splits import ends
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.roles import ROLES
 
 QUANTIZERS = {f"{name}.{role}": q for name, roles in ROLES.items() for role, q in roles._asdict().items()}
-SPLITS = {"even": [32, 32], "ragged": [5, 0, 40], "tail": [3, 9], "no rows": [0, 0]}
+ROWS = [(name, counts, (sum(counts) + tail, features)) for name in QUANTIZERS if not name.endswith("weight")
+        for counts, tail in (([32, 32], 0), ([5, 0, 40], 0), ([3, 9], 7), ([0, 0], 0))
+        for features in (64, 72)]  # fmt: skip
+MATRICES = [(name, None, shape) for name in QUANTIZERS for shape in ((48, 64), (33, 72))]
+STACKS = [(name, None, shape) for name in QUANTIZERS if name.endswith("weight") for shape in ((3, 48, 64), (2, 33, 72))]
 
 
 def assert_announced(q, spec, offsets=None):
@@ -21,36 +26,17 @@ def assert_announced(q, spec, offsets=None):
 
 
 @pytest.mark.parametrize("axis", [-1, -2], ids=["by rows", "by columns"])
-@pytest.mark.parametrize("features", [64, 72])
-@pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize("name", [name for name in QUANTIZERS if not name.endswith("weight")])
-def test_sorted_rows(name, splits, features, axis):
-    quantizer, counts = QUANTIZERS[name], torch.tensor(SPLITS[splits])
-    offsets = counts.cumsum(0, dtype=torch.int32)
-    rows = torch.randn(int(counts.sum()) + (7 if splits == "tail" else 0), features, dtype=torch.bfloat16)
-    q = fm.quantize(rows, quantizer, axis, offsets=offsets)
+@pytest.mark.parametrize(("name", "counts", "shape"), ROWS + MATRICES + STACKS)
+def test_announced_shapes_and_dtypes(name, counts, shape, axis):
+    """Of rows sorted by expert, some with rows of no expert after them, of one matrix, and of a matrix per expert."""
+    quantizer, values = QUANTIZERS[name], torch.randn(shape, dtype=torch.bfloat16)
+    offsets = None if counts is None else ends(*counts)
+    q = fm.quantize(values, quantizer, axis, offsets=offsets)
     rotated = quantizer.hadamard and axis == -2
-    spec = QuantizedSpec(tuple(rows.shape), rows.dtype, quantizer.format, axis, len(counts), rotated=rotated)
+    experts = None if counts is None else len(counts)
+    settings = {"stacked": True} if len(shape) == 3 else {"rotated": rotated}
+    spec = QuantizedSpec(shape, values.dtype, quantizer.format, axis, experts, **settings)
     assert_announced(q, spec, offsets)
-
-
-@pytest.mark.parametrize("axis", [-1, -2], ids=["by rows", "by columns"])
-@pytest.mark.parametrize("shape", [(48, 64), (33, 72)])
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_one_matrix(name, shape, axis):
-    quantizer = QUANTIZERS[name]
-    q = fm.quantize(torch.randn(shape), quantizer, axis)
-    rotated = quantizer.hadamard and axis == -2
-    assert_announced(q, QuantizedSpec(shape, torch.float32, quantizer.format, axis, rotated=rotated))
-
-
-@pytest.mark.parametrize("axis", [-1, -2], ids=["by rows", "by columns"])
-@pytest.mark.parametrize("shape", [(3, 48, 64), (2, 33, 72)])
-@pytest.mark.parametrize("name", [name for name in QUANTIZERS if name.endswith("weight")])
-def test_a_matrix_per_expert(name, shape, axis):
-    quantizer = QUANTIZERS[name]
-    q = fm.quantize(torch.randn(shape), quantizer, axis)
-    assert_announced(q, QuantizedSpec(shape, torch.float32, quantizer.format, axis, stacked=True))
 
 
 @pytest.mark.parametrize("recipe", ROLES)

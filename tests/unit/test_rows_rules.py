@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kit.sm90_machine import BF16
 from kit.toy import only_plan
 
 import fusedmoe as fm
@@ -15,10 +16,10 @@ from fusedmoe.kernels.sm100 import package
 pytestmark = pytest.mark.usefixtures("builtin_rules")
 
 CUDA = torch.device("cuda")
-BF16 = torch.bfloat16
 UNVERIFIED = "not verified on this machine: run `fusedmoe verify`"
 RULES = [rule for rule in BUILTIN if rule.name in {f"sm100.{neutral.name}" for neutral in ROWS}]
 NAMES = {rule.name for rule in RULES}
+MOVING = {f"sm100.{name}" for name in ("dispatch", "combine", "dcombine")}
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def verified(monkeypatch):
     return set_reasons
 
 
-def test_the_rules():
-    """Each is one rule for two architectures: their names, identities and requirements differ, and nothing else."""
+def test_each_is_one_rule_for_two_architectures(verified):
+    """Their names, identities and requirements differ, and nothing else."""
     assert len(RULES) == len(ROWS) == 11
     of_hopper = {rule.name: rule for rule in BUILTIN if rule.name.startswith("sm90.")}
     for rule in RULES:
@@ -45,19 +46,14 @@ def test_the_rules():
         assert (rule.slots, rule.direction, rule.__doc__) == (twin.slots, twin.direction, twin.__doc__)
         assert rule.__module__ == twin.__module__
         assert rule.identity != twin.identity
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_rule_needs_a_verified_blackwell_gpu(rule, verified):
-    for arch in (100, 103):
-        assert why_unavailable(rule, CUDA, arch, ()) is None
-    for arch in (90, 120):
-        reason = why_unavailable(rule, CUDA, arch, ()).reason
-        assert reason == f"needs an sm_100 or sm_103 GPU, this one is sm_{arch}"
-    verified("needs NVIDIA's package", UNVERIFIED)
-    assert why_unavailable(rule, CUDA, 100, ()) == (f"needs NVIDIA's package; {UNVERIFIED}", "machine")
-    verified(None, UNVERIFIED)
-    assert why_unavailable(rule, CUDA, 103, ()) == (UNVERIFIED, "machine")
+        for arch in (100, 103):
+            assert why_unavailable(rule, CUDA, arch, ()) is None
+        for arch in (90, 120):
+            reason = why_unavailable(rule, CUDA, arch, ()).reason
+            assert reason == f"needs an sm_100 or sm_103 GPU, this one is sm_{arch}"
+    for missing, wanted in (("needs a package", f"needs a package; {UNVERIFIED}"), (None, UNVERIFIED)):
+        verified(missing, UNVERIFIED)
+        assert {why_unavailable(rule, CUDA, 100, ()) for rule in RULES} == {(wanted, "machine")}
 
 
 @pytest.mark.parametrize("reason", [None, UNVERIFIED])
@@ -71,34 +67,23 @@ def test_doctor_lists_them(reason, verified, monkeypatch):
         assert kernel.note.endswith("a fusion rule" if reason is None else reason)
 
 
-def plan_of(arch, monkeypatch, **layer):
+def plan_of(arch, monkeypatch):
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: arch)
     experts = fm.Sequential(
         fm.Dispatch(), fm.GroupedLinear(4, 64, 2 * 32, dtype=BF16, bias=True), fm.SwiGLU(), fm.Scale("probs"),
         fm.GroupedLinear(4, 32, 64, dtype=BF16, bias=True), fm.Combine(None),
     )  # fmt: skip
-    named = {
-        "expert_index": torch.randint(4, (6, 2)),
-        "expert_weight": torch.ones(6, 2, requires_grad=True),
-    }
+    named = {"expert_index": torch.randint(4, (6, 2)), "expert_weight": torch.ones(6, 2, requires_grad=True)}
     return only_plan(experts, torch.zeros(6, 64, dtype=BF16, requires_grad=True), **named)
-
-
-OF_A_LAYER = {
-    "sm100.dispatch", "sm100.combine", "sm100.dcombine", "sm100.column_sums", "sm100.ddispatch",
-    "sm100.dispatch_weight_grad",
-}  # fmt: skip
 
 
 def test_they_run_beside_the_products_of_torch(verified, monkeypatch):
     """In bf16, for whose products this package has no kernel on Blackwell."""
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
     explained = fm.MoE(64, 32, 4, 2, dtype=BF16).explain(torch.zeros(6, 64, dtype=BF16, requires_grad=True))
+    others = "ddispatch", "dispatch_weight_grad", "activation", "dactivation", "grouped_mm", "grouped_mm_dgrad"
     (plan,) = explained.plans
-    rules = {step.rule for step in plan.fused}
-    assert rules == OF_A_LAYER - {"sm100.column_sums"} | {
-        "sm100.activation", "sm100.dactivation", "sm100.grouped_mm", "sm100.grouped_mm_dgrad",
-    }  # fmt: skip
+    assert {step.rule for step in plan.fused} == MOVING | {f"sm100.{name}" for name in others}
 
 
 @pytest.mark.parametrize("arch", [100, 103])
@@ -108,15 +93,13 @@ def test_unverified_they_are_the_nearest_rules(arch, verified, monkeypatch):
     plan = plan_of(arch, monkeypatch)
     assert not plan.fused
     nearest = {step.nearest_miss.rule: step.nearest_miss for step in plan.unfused}
-    ours = {rule: miss for rule, miss in nearest.items() if rule in NAMES}
-    assert ours.keys() >= {"sm100.dispatch", "sm100.combine", "sm100.dcombine", "sm100.column_sums"}
-    for miss in ours.values():
-        assert (miss.status, miss.reason) == (Status.UNAVAILABLE, UNVERIFIED)
+    assert nearest.keys() >= MOVING | {"sm100.column_sums"}
+    for rule in NAMES & nearest.keys():
+        assert (nearest[rule].status, nearest[rule].reason) == (Status.UNAVAILABLE, UNVERIFIED)
 
 
 @pytest.mark.parametrize("arch", [None, 90, 120])
 def test_on_other_devices_nothing_changes(arch, verified, monkeypatch):
     plan = plan_of(arch, monkeypatch)
     assert not {step.rule for step in (*plan.steps, *plan.glue)} & NAMES
-    nearest = {step.nearest_miss.rule for step in plan.unfused}
-    assert not nearest & NAMES
+    assert not {step.nearest_miss.rule for step in plan.unfused} & NAMES

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from kit.sm90_machine import assert_close
 from kit.sm90_stand_ins import calls
 from kit.sm100_machine import BF16, E, H, I, blackwell_machine  # noqa: F401  (a fixture)
 from kit.toy import only_plan, outcome, rules_used, status
-from test_sm90_rules import assert_close
 
 import fusedmoe as fm
 from fusedmoe import Status

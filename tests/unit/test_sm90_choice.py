@@ -39,11 +39,12 @@ CONFIGS = sorted({config for configs in CANDIDATES.values() for config in config
 def no_table_of_this_machine(monkeypatch, tmp_path):
     """What somebody tuned here is no matter of these tests."""
     monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path))
-    tuned.table.cache_clear()
-    choose.cache_clear()
+    caches = tuned.table, choose
+    for cache in caches:
+        cache.cache_clear()
     yield
-    tuned.table.cache_clear()
-    choose.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 def problems(family, **settings):
@@ -57,6 +58,12 @@ def test_choice_is_the_fastest_candidate_by_the_model(family):
         times = {config: cycles(problem, config) for config in CANDIDATES[family]}
         assert times[by_model(problem)] == min(times.values())
         assert choose(problem) == by_model(problem) or problem.coarse in MEASURED
+        for config in CANDIDATES[family]:
+            height = band(problem, config)
+            assert 1 <= height <= 16
+            assert height * config.tile_m * config.cluster_m <= 1024
+    for problem in (Problem(family, 0, 8, 64, 64, SMS), Problem(family, 0, 0, 64, 64, SMS)):
+        assert choose(problem) in candidates(problem)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -81,13 +88,8 @@ def test_more_work_is_estimated_to_take_no_less_time(family, axis):
         times = [cycles(problem, config) for problem in more]
         assert times == sorted(times), config.name
         assert times[-1] > times[0] or (family in RAGGED_K and axis == "experts"), config.name
-
-
-@pytest.mark.parametrize("family", CANDIDATES)
-def test_fewer_sms_are_estimated_to_take_no_less_time(family):
-    for config in CANDIDATES[family]:
-        times = [cycles(Problem(family, 65_536, 64, 1536, 2048, sms), config) for sms in (132, 112, 64, 2)]
-        assert times == sorted(times)
+        times = [cycles(replace(base, sms=sms), config) for sms in (132, 112, 64, 2)]
+        assert times == sorted(times), "fewer SMs take no less time"
 
 
 @pytest.mark.parametrize(
@@ -101,20 +103,6 @@ def test_large_products_are_estimated_between_half_of_the_peak_and_the_peak(fami
     assert at_peak <= cycles(problem, choose(problem)) < 2 * at_peak
 
 
-@pytest.mark.parametrize("family", ["plain", "activation", "transposed_activation", "derivative", "heavy_derivative"])
-def test_large_products_run_in_clusters(family):
-    """A CTA alone loads more than the L2 gives."""
-    assert choose(Problem(family, 262_144, 16, 6144, 4096, SMS)).ctas == 2
-
-
-@pytest.mark.parametrize("family", CANDIDATES)
-def test_band_is_one_row_tile_at_least(family):
-    for problem, config in itertools.product(problems(family), CANDIDATES[family]):
-        height = band(problem, config)
-        assert 1 <= height <= 16
-        assert height * config.tile_m * config.cluster_m <= 1024
-
-
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_candidates_are_legal_for_wgmma_and_the_epilogue(config):
     assert config.tile_m % (BLOCK_ROWS * (1 if config.pingpong else 2)) == 0
@@ -125,13 +113,10 @@ def test_candidates_are_legal_for_wgmma_and_the_epilogue(config):
     assert accumulators <= 192
 
 
-def test_names_tell_configurations_apart():
+def test_names_tell_configurations_apart_and_families_have_an_epilogue():
     assert len({config.name for config in CONFIGS}) == len(CONFIGS)
     assert TileConfig(128, 192, 2, 1).name == "128x192pp_c21"
     assert TileConfig(256, 128, 1, 2, pingpong=False).name == "256x128co_c12"
-
-
-def test_every_family_has_an_epilogue_in_the_model():
     assert EPILOGUE_CYCLES.keys() == CANDIDATES.keys() == ROW_VALUES.keys()
 
 
@@ -153,12 +138,8 @@ def longer(choice):
     return [(problem, times[choice(problem)] / min(times.values())) for problem, times in measured()]
 
 
-def test_the_measurements_are_of_the_candidates_that_there_are():
-    for problem, times in measured():
-        assert times.keys() == set(candidates(problem))
-
-
 def test_what_the_model_chooses_is_nearly_the_fastest():
+    assert all(times.keys() == {*candidates(problem)} for problem, times in measured())
     ratios = [ratio for _, ratio in longer(by_model)]
     assert statistics.mean(ratios) < 1.02
     assert max(ratios) < 1.2
@@ -175,7 +156,9 @@ def test_layers_of_known_models_run_with_nearly_the_fastest_tiles():
 
 
 @pytest.mark.parametrize("family", ["plain", "activation", "transposed_activation", "derivative", "heavy_derivative"])
-def test_a_row_tile_left_over_is_not_paired_with_an_empty_one(family):
+def test_large_products_run_in_clusters_and_a_row_tile_left_over_is_not_paired_with_an_empty_one(family):
+    """A CTA alone loads more than the L2 gives."""
+    assert choose(Problem(family, 262_144, 16, 6144, 4096, SMS)).ctas == 2
     three, four = (Problem(family, tiles * 128 * 64 - 4096, 64, 3072, 4096, SMS) for tiles in (3, 4))
     for config in CANDIDATES[family]:
         assert 0.65 < cycles(three, config) / cycles(four, config) < 0.9
@@ -214,23 +197,30 @@ def test_coarse_shapes_forget_the_number_of_rows_but_not_the_columns():
     assert replace(base, rows=0, experts=0).coarse[1] == 0
 
 
+def a_measured_problem():
+    (family, rows, columns, depth), name = next(iter(MEASURED.items()))
+    return Problem(family, round(2 ** (rows / 2) * 64), 64, columns, 2**depth, SMS), name
+
+
 def test_gathered_rows_have_measurements_of_their_own(monkeypatch):
-    (in_order, name), *_ = MEASURED.items()
-    problem = Problem(in_order[0], round(2 ** (in_order[1] / 2) * 64), 64, in_order[2], 2 ** in_order[3], SMS)
+    problem, name = a_measured_problem()
     gathered = replace(problem, gathered=True)
-    assert gathered.coarse == (f"{in_order[0]}_gathered", *in_order[1:])
+    assert gathered.coarse == (f"{problem.family}_gathered", *problem.coarse[1:])
     assert choose(gathered) == by_model(gathered)
     other = next(config.name for config in candidates(gathered) if config != by_model(gathered))
     monkeypatch.setitem(MEASURED, gathered.coarse, other)
     choose.cache_clear()
     assert (choose(problem).name, choose(gathered).name) == (name, other)
-    choose.cache_clear()
 
 
-@pytest.mark.parametrize("family", CANDIDATES)
-def test_no_rows_and_no_experts_have_an_answer(family):
-    for problem in (Problem(family, 0, 8, 64, 64, SMS), Problem(family, 0, 0, 64, 64, SMS)):
-        assert choose(problem) in candidates(problem)
+def test_tiles_that_were_tuned_here_come_before_those_that_are_shipped(monkeypatch):
+    problem, name = a_measured_problem()
+    assert choose(problem).name == name
+    other = next(config.name for config in candidates(problem) if config.name != name)
+    for tuned_here, chosen in ((other, other), ("no candidate", name)):
+        monkeypatch.setattr(tuned, "table", lambda found=tuned_here: {problem.coarse: found})
+        choose.cache_clear()
+        assert choose(problem).name == chosen
 
 
 def test_gathered_rows_are_not_shared_by_a_row_tile_left_over():
@@ -269,15 +259,11 @@ def measured_on_h200():
     return found
 
 
-def test_products_of_gathered_rows_take_the_fastest_tiles_on_an_h200():
-    gathered = [(problem, times) for problem, times in measured_on_h200() if problem.gathered]
-    assert len(gathered) == 12
-    for problem, times in gathered:
-        assert times[by_model(problem)] == min(times.values())
-
-
 def test_the_choice_is_nearly_the_fastest_on_an_h200():
     ratios = [times[choose(problem)] / min(times.values()) for problem, times in measured_on_h200()]
     assert len(ratios) == 36
     assert statistics.mean(ratios) < 1.005
     assert max(ratios) < 1.02
+    gathered = [(problem, times) for problem, times in measured_on_h200() if problem.gathered]
+    assert len(gathered) == 12
+    assert all(times[by_model(problem)] == min(times.values()) for problem, times in gathered)

@@ -12,8 +12,9 @@ from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
 from fusedmoe.numerics.activations import Activation
 
-E, K, N = 4, 64, 96
-BF16 = torch.bfloat16
+E, K, N, R = 4, 64, 96, 32
+BF16, INT32 = torch.bfloat16, torch.int32
+SWIGLU, STATIC = Activation("swiglu"), KernelOptions(0, "static")
 # places among the arguments
 ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = map(
     RaggedMArguments._fields.index, ("row_scale", "counter", "limit", "biased", "ctas", "dynamic")
@@ -66,21 +67,32 @@ def launched(monkeypatch):
         cache.cache_clear()
 
 
-def product(rows=32, weight=None, **settings):
-    weight = torch.zeros(E, N, K, dtype=BF16) if weight is None else weight
-    return products.grouped_gemm(
-        torch.zeros(rows, K, dtype=BF16), weight, torch.zeros(E, dtype=torch.int32), **settings
-    )
+def zeros(*shape, dtype=BF16):
+    return torch.zeros(shape, dtype=dtype)
 
 
-def wgrad(rows=32, dtype=BF16, **settings):
-    dy, x = torch.zeros(rows, N, dtype=BF16), torch.zeros(rows, K, dtype=BF16)
-    return products.grouped_wgrad(dy, x, torch.zeros(E, dtype=torch.int32), dtype=dtype, **settings)
+OFFSETS, INDEX = zeros(E, dtype=INT32), zeros(R, dtype=INT32)
+
+
+def product(rows=R, weight=None, **settings):
+    return products.grouped_gemm(zeros(rows, K), zeros(E, N, K) if weight is None else weight, OFFSETS, **settings)
+
+
+def activation(rows=R, act=SWIGLU, **settings):
+    return products.grouped_gemm_activation(zeros(rows, K), zeros(E, N, K), OFFSETS, act, **settings)
+
+
+def wgrad(rows=R, **settings):
+    return products.grouped_wgrad(zeros(rows, N), zeros(rows, K), OFFSETS, **settings)
+
+
+BOTH = pytest.mark.parametrize("run", [product, wgrad])
 
 
 @pytest.mark.parametrize(("run", "found"), [(product, launch.ragged_m), (wgrad, launch.ragged_k)])
 def test_what_makes_another_launch(run, found):
-    changes = {"rows": 40}, {"options": KernelOptions(8)}, {"options": KernelOptions(0, "static")}
+    changes = [{"rows": 40}, {"options": KernelOptions(8)}, {"options": STATIC}]
+    changes += [{"gather": INDEX}] if run is product else []
     for count, change in enumerate(({}, *changes), 1):
         run(**change)
         run(**change)
@@ -89,29 +101,24 @@ def test_what_makes_another_launch(run, found):
 
 
 def test_the_numbers_are_those_of_the_call(launched):
-    product(bias=torch.zeros(E, N, dtype=BF16))
-    product(row_scale=torch.zeros(32, dtype=BF16))
+    product(bias=zeros(E, N))
+    product(row_scale=zeros(R))
     product(options=KernelOptions(32, "static"))
-    (_, biased), (_, scaled), (_, static) = launched
+    product(weight=zeros(E, K, N).mT)
+    product(gather=INDEX)
+    for limit in (7.0, 10.0):
+        activation(act=Activation("swiglu", limit, 1.5, 1.0))
+    (_, biased), (_, scaled), (_, static), _, _, (_, one), (_, other) = launched
     assert biased[BIASED : BIASED + 2] == (True, False)
     assert scaled[BIASED : BIASED + 2] == (False, True)
     assert scaled[ROW_SCALE].dtype is torch.float32
     assert biased[DYNAMIC] == scaled[DYNAMIC] == 1
     assert static[CTAS] <= 100
     assert static[DYNAMIC] == 0
-
-
-def test_the_major_axis_is_that_of_the_weight(launched):
-    product()
-    product(weight=torch.zeros(E, K, N, dtype=BF16).mT)
-    assert [compiled_for["b_major"] for compiled_for, _ in launched] == ["k", "n"]
-
-
-def test_constants_of_the_activation_are_told_apart(launched):
-    x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
-    for limit in (7.0, 10.0):
-        products.grouped_gemm_activation(x, w, offsets, Activation("swiglu", limit, 1.5, 1.0))
-    assert [arguments[CONSTANTS:BIASED] for _, arguments in launched] == [(7.0, 1.5, 1.0), (10.0, 1.5, 1.0)]
+    assert [compiled_for["b_major"] for compiled_for, _ in launched[2:5]] == ["k", "n", "k"]
+    assert [compiled_for["gather"] for compiled_for, _ in launched[2:5]] == [False, False, True]
+    assert one[CONSTANTS:BIASED] == (7.0, 1.5, 1.0)
+    assert other[CONSTANTS:BIASED] == (10.0, 1.5, 1.0)
 
 
 def test_another_choice_holds_at_once(launched, monkeypatch):
@@ -119,8 +126,10 @@ def test_another_choice_holds_at_once(launched, monkeypatch):
         monkeypatch.setattr(products, "choose", lambda problem, config=config: config)
         product()
         wgrad()
-        assert launched[-2][0]["config"] is config
-        assert launched[-1][0]["config"] is config
+        assert [compiled_for["config"] for compiled_for, _ in launched[-2:]] == [config, config]
+
+
+# ---- tile counters ---------------------------------------------------------------------------------------------------
 
 
 def counted(launched, run, schedule="dynamic", count=1):
@@ -131,12 +140,12 @@ def counted(launched, run, schedule="dynamic", count=1):
     for _ in range(count):
         run(options=KernelOptions(0, schedule))
     given = [arguments[COUNTER : DYNAMIC + 1] if run is product else arguments[OF_WGRAD] for _, arguments in launched]
-    assert all(counter.dtype is torch.int32 and counter.shape == (1,) for counter, *_ in given)
+    assert all(counter.dtype is INT32 and counter.shape == (1,) for counter, *_ in given)
     assert all(counter.item() == 0 for counter, *_, dynamic in given if dynamic)
     return [(counter.storage_offset() if dynamic else None, dynamic) for counter, *_, dynamic in given]
 
 
-@pytest.mark.parametrize("run", [product, wgrad])
+@BOTH
 def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(launched, now, run):
     assert counted(launched, run, count=2) == [(0, 1)] * 2
     now.capturing = True
@@ -145,203 +154,42 @@ def test_launches_on_a_stream_share_a_counter_and_captured_ones_have_their_own(l
     assert counted(launched, run) == [(0, 1)]
     now.stream = 2
     assert counted(launched, run, count=2) == [(3, 1)] * 2
-
-
-def test_products_of_all_kinds_share_the_counter_of_their_stream(launched):
+    launched.clear()
     product()
     wgrad()
     (_, of_product), (_, of_wgrad) = launched
     assert of_product[COUNTER].data_ptr() == of_wgrad[OF_WGRAD][0].data_ptr()
 
 
-@pytest.mark.parametrize("run", [product, wgrad])
-def test_a_static_launch_takes_no_counter(launched, run):
+@BOTH
+def test_launches_that_are_static_or_have_no_rows_take_no_counter(launched, run):
     assert counted(launched, run, "static", count=2) == [(None, 0)] * 2
+    launched.clear()
+    torch.use_deterministic_algorithms(True)  # new memory is NaN
+    try:
+        assert not run(rows=0).any()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not launched
     assert not launch._tile_counters
 
 
-@pytest.mark.parametrize("run", [product, wgrad])
+@BOTH
 def test_a_launch_without_a_counter_is_static(launched, now, monkeypatch, run):
-    monkeypatch.setattr(launch.TileCounters, "SIZE", 2)
+    monkeypatch.setattr(launch.TileCounters, "SIZE", 3)
     now.capturing = True
-    assert counted(launched, run) == [(None, 0)]  # there are none yet
+    assert counted(launched, run) == [(None, 0)]  # there are none yet: a graph would own the memory
     now.capturing = False
     assert counted(launched, run) == [(0, 1)]  # the same launch
-    now.capturing = True
-    assert counted(launched, run, count=2) == [(1, 1), (None, 0)]  # all taken
-    now.capturing = False
-    assert counted(launched, run) == [(0, 1)]
-
-
-@pytest.mark.parametrize("run", [product, wgrad])
-def test_no_rows_take_no_counter(launched, run):
-    run(rows=0)
-    assert not launched
-    assert not launch._tile_counters
-
-
-@pytest.mark.parametrize(("gathered", "operand"), [("grad_output", "a"), ("x", "b")])
-def test_the_gathered_operand_of_a_weight_gradient(launched, gathered, operand):
-    given = {"grad_output": torch.zeros(32, N, dtype=BF16), "x": torch.zeros(32, K, dtype=BF16)}
-    given[gathered] = given[gathered][:9]
-    offsets, index = torch.zeros(E, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
-    dw = products.grouped_wgrad(*given.values(), offsets, gather=index, gathered=gathered)
-    products.grouped_wgrad(torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16), offsets)
-    (compiled_for, arguments), (plain, others) = launched
-    assert dw.shape == (E, N, K)
-    assert (compiled_for["gathered"], plain["gathered"]) == (operand, None)
-    assert arguments[-1] is index
-    assert len(arguments) == len(others) + 1
-    assert {"a": compiled_for["config"].cluster_n, "b": compiled_for["config"].cluster_m}[operand] == 1
-
-
-@pytest.mark.parametrize(("index", "gathered"), [(True, None), (False, "x"), (True, "dy")])
-def test_an_index_and_its_operand_come_together(launched, index, gathered):
-    with pytest.raises(ValueError, match=f"got {gathered!r}, {'an' if index else 'no'} index"):
-        wgrad(gather=torch.zeros(32, dtype=torch.int32) if index else None, gathered=gathered)
-    assert not launched
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_tensors_are_the_outputs_of_the_forward_epilogue(launched, keep):
-    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
-    x, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
-    products.grouped_gemm_activation(x, w, offsets, Activation("swiglu"), keep_preactivation=keep)
-    ((_, arguments),) = launched
-    shapes = {epilogues.Preactivation: (32, N), epilogues.Result: (32, N // 2)}
-    outputs = epilogues.activation("swiglu", keep=keep).outputs
-    assert [t.shape for t in arguments[TENSORS:]] == [shapes[type(output)] for output in outputs]
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_tensors_are_the_input_and_the_outputs_of_the_derivative(launched, keep, scaled):
-    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
-    dy, w, offsets = torch.zeros(32, K, dtype=BF16), torch.zeros(E, K, N, dtype=BF16), torch.zeros(E, dtype=torch.int32)
-    p, scale = torch.zeros(32, 2 * N, dtype=BF16), torch.ones(32) if scaled else None
-    _, again, scale_grad = products.grouped_gemm_activation_backward(
-        dy, w, offsets, p, Activation("swiglu"), row_scale=scale, want_output=keep, want_row_scale_grad=scaled
-    )
-    ((_, arguments),) = launched
-    given, *results = arguments[TENSORS:]
-    shapes = {epilogues.RowScaleGradient: (1, 32), epilogues.Gradient: (32, 2 * N), epilogues.Recomputed: (32, N)}
-    outputs = epilogues.derivative("swiglu", keep=keep, row_scale=scaled).outputs
-    assert given is p
-    assert [t.shape for t in results] == [shapes[type(output)] for output in outputs]
-    assert (again is not None, scale_grad is not None) == (keep, scaled)
-
-
-def test_the_index_of_gathered_rows_comes_before_the_other_tensors(launched):
-    x, w, offsets = torch.zeros(7, K, dtype=BF16), torch.zeros(E, N, K, dtype=BF16), torch.zeros(E, dtype=torch.int32)
-    p, index = torch.zeros(32, 2 * N, dtype=BF16), torch.zeros(32, dtype=torch.int32)
-    swiglu = Activation("swiglu")
-    y = products.grouped_gemm(x, w, offsets, gather=index)
-    act, kept = products.grouped_gemm_activation(x, w, offsets, swiglu, gather=index)
-    grad, again, _ = products.grouped_gemm_activation_backward(x, w.mT, offsets, p, swiglu, gather=index)
-    wanted = [(y,), (kept, act), (p, grad, again)]
-    for (compiled_for, arguments), tensors in zip(launched, wanted, strict=True):
-        assert compiled_for["gather"]
-        assert arguments[0] is x
-        assert all(a is b for a, b in zip(arguments[TENSORS:], (index, *tensors), strict=True))
-        assert all(len(t) == 32 for t in tensors)
-    assert y.shape == (32, N)
-
-
-def test_gathered_rows_are_another_launch(launched):
-    product()
-    product(gather=torch.zeros(32, dtype=torch.int32))
-    product()
-    assert [compiled_for["gather"] for compiled_for, _ in launched] == [False, True, False]
-    assert launch.ragged_m.cache_info().misses == 2
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (torch.zeros(32, dtype=torch.int64), "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"),
-        (torch.zeros(4, 8, dtype=torch.int32), "torch.int32, (4, 8), strides (8, 1): expected a contiguous"),
-        (torch.zeros(64, dtype=torch.int32)[::2], "strides (2,): expected a contiguous"),
-    ],
-    ids=["int64", "a matrix", "every other"],
-)
-def test_an_index_is_a_contiguous_vector_of_int32(index, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        product(gather=index)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        wgrad(gather=index, gathered="x")
-
-
-def test_gathered_rows_are_less_than_2_gib_apart():
-    x = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
-    w, offsets = (torch.empty(shape, dtype=BF16, device="meta") for shape in ((E, N, K), (E,)))
-    with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
-        products.grouped_gemm(x, w, offsets, gather=torch.zeros(32, dtype=torch.int32, device="meta"))
-    index = torch.zeros(32, dtype=torch.int32, device="meta")
-    for gathered in ("grad_output", "x"):
-        with pytest.raises(ValueError, match="1073741824 elements apart: expected less than 2 GiB"):
-            products.grouped_wgrad(x, x, offsets, gather=index, gathered=gathered)
-
-
-def test_streams_share_no_tile_counter_and_captured_launches_none_at_all(now, monkeypatch):
-    monkeypatch.setattr(launch.TileCounters, "SIZE", 5)
-    now.capturing = True
-    assert launch.tile_counters(torch.device("cpu")) is None  # a graph would own the memory
-    now.capturing = False
-    counters = launch.tile_counters(torch.device("cpu"))
-    assert launch.tile_counters(torch.device("cpu")) is counters
-
-    def places(count):
-        got = [counters.get() for _ in range(count)]
-        assert all(t.tolist() == [0] for t, dynamic in got if dynamic)
-        return [(t.storage_offset(), dynamic) for t, dynamic in got]
-
-    assert places(2) == [(0, 1)] * 2
     now.stream = 2
-    assert places(2) == [(1, 1)] * 2
+    assert counted(launched, run) == [(1, 1)]
     now.capturing = True
-    assert places(3) == [(2, 1), (3, 1), (4, 1)]
-    assert places(2) == [(0, 0)] * 2  # all taken: the schedule is static, and reads no counter
+    assert counted(launched, run, count=2) == [(2, 1), (None, 0)]  # all taken
     now.capturing = False
-    assert places(1) == [(1, 1)]
+    assert counted(launched, run) == [(1, 1)]
     now.stream = 3
-    assert places(2) == [(0, 0)] * 2
-
-
-def bind_wgrad(options, beside):
-    dy, x = torch.zeros(32, N, dtype=BF16), torch.zeros(32, K, dtype=BF16)
-    offsets = torch.zeros(E, dtype=torch.int32)
-    run = products.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, None, None, beside)
-    run(dy, x, offsets, None)
-
-
-def bind_fp8_wgrad(options, beside):
-    dy, x = (torch.zeros(width, 256, dtype=torch.float8_e4m3fn) for width in (N, K))
-    dy, x = (Codes(codes, torch.zeros(2, len(codes)).mT) for codes in (dy, x))
-    offsets = torch.zeros(E, dtype=torch.int32)
-    products.bind_grouped_wgrad(dy, x, offsets, BF16, False, options, beside=beside)(dy, x, offsets)
-
-
-BIND_WGRAD = pytest.mark.parametrize("bind", [bind_wgrad, bind_fp8_wgrad], ids=["bf16", "fp8"])
-
-
-@pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("schedule", ["static", "dynamic"])
-@BIND_WGRAD
-def test_a_weight_gradient_that_begins_early(launched, bind, beside, schedule):
-    bind(KernelOptions(8, schedule), beside)
-    ((compiled_for, arguments),) = launched
-    counter, _, ctas, dynamic = arguments[OF_WGRAD]
-    assert compiled_for["beside"] is beside
-    assert (ctas <= 124, dynamic) == (True, int(beside or schedule == "dynamic"))
-    assert counter.item() == 0 or not dynamic
-
-
-@BIND_WGRAD
-def test_a_weight_gradient_bound_while_a_graph_is_captured_begins_in_turn(launched, bind, now):
-    now.capturing = True
-    bind(KernelOptions(), True)
-    ((compiled_for, arguments),) = launched
-    assert (compiled_for["beside"], arguments[OF_WGRAD][-1]) == (False, 0)
+    assert counted(launched, run) == [(None, 0)]
+    assert launch.tile_counters(torch.device("cpu")) is launch.tile_counters(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
@@ -350,31 +198,132 @@ def test_the_products_of_a_router_take_the_counter_of_the_stream(monkeypatch, sc
     calls, options = [], KernelOptions(0, schedule)
     monkeypatch.setattr(router, "load", lambda kernel: lambda *arguments: calls.append(arguments))
     monkeypatch.setattr(one_group, "_tables", {})
-    x, weight, parts = (torch.zeros(shape, dtype=BF16) for shape in ((32, K), (8, K), (32, 24)))
+    x, weight, parts = zeros(R, K), zeros(8, K), zeros(R, 24)
     router._bind_logits(x, 8, False, options)(x, weight, None)
-    router._bind_exact_wgrad(parts, x, 4, options)(parts, x, torch.zeros(4, dtype=torch.int32), None)
+    router._bind_exact_wgrad(parts, x, 4, options)(parts, x, zeros(4, dtype=INT32), None)
     logits, of_weight = calls
     counter, *_, dynamic = of_weight[4:]
     assert logits[DYNAMIC] == dynamic == (schedule == "dynamic")
-    assert logits[TENSORS].shape == (32, 8)
+    assert logits[TENSORS].shape == (R, 8)
     assert logits[COUNTER].data_ptr() == counter.data_ptr()
     assert bool(launch._tile_counters) == (schedule == "dynamic")
+
+
+def bind_wgrad(options, beside):
+    dy, x = zeros(R, N), zeros(R, K)
+    products.bind_grouped_wgrad(dy, x, OFFSETS, BF16, False, options, None, None, beside)(dy, x, OFFSETS, None)
+
+
+def bind_fp8_wgrad(options, beside):
+    dy, x = (zeros(width, 256, dtype=torch.float8_e4m3fn) for width in (N, K))
+    dy, x = (Codes(codes, torch.zeros(2, len(codes)).mT) for codes in (dy, x))
+    products.bind_grouped_wgrad(dy, x, OFFSETS, BF16, False, options, beside=beside)(dy, x, OFFSETS)
+
+
+@pytest.mark.parametrize(("schedule", "beside", "capturing"), [
+    ("static", False, False), ("static", True, False), ("dynamic", False, False), ("dynamic", True, False),
+    ("dynamic", True, True),
+])  # fmt: skip
+@pytest.mark.parametrize("bind", [bind_wgrad, bind_fp8_wgrad], ids=["bf16", "fp8"])
+def test_a_weight_gradient_that_begins_early(launched, now, bind, schedule, beside, capturing):
+    """One that is bound while a graph is captured begins in turn."""
+    now.capturing = capturing
+    bind(KernelOptions(8, schedule), beside)
+    ((compiled_for, arguments),) = launched
+    counter, _, ctas, dynamic = arguments[OF_WGRAD]
+    assert compiled_for["beside"] is (beside and not capturing)
+    assert ctas <= 124
+    assert dynamic == int((beside or schedule == "dynamic") and not capturing)
+    assert counter.item() == 0 or not dynamic
+
+
+# ---- the tensors of an epilogue, and gathered rows -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_tensors_are_those_of_the_epilogue(launched, keep, scaled):
+    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
+    p, scale = zeros(R, 2 * N), torch.ones(R) if scaled else None
+    activation(keep_preactivation=keep)
+    _, again, scale_grad = products.grouped_gemm_activation_backward(
+        zeros(R, K), zeros(E, K, N), OFFSETS, p, SWIGLU, row_scale=scale, want_output=keep, want_row_scale_grad=scaled
+    )
+    (_, forward), (_, backward) = launched
+    shapes = {
+        epilogues.Preactivation: (R, N), epilogues.Result: (R, N // 2), epilogues.RowScaleGradient: (1, R),
+        epilogues.Gradient: (R, 2 * N), epilogues.Recomputed: (R, N),
+    }  # fmt: skip
+    given, *results = backward[TENSORS:]
+    assert given is p
+    assert (again is not None, scale_grad is not None) == (keep, scaled)
+    for tensors, epilogue in (
+        (forward[TENSORS:], epilogues.activation("swiglu", keep=keep)),
+        (results, epilogues.derivative("swiglu", keep=keep, row_scale=scaled)),
+    ):
+        assert [t.shape for t in tensors] == [shapes[type(output)] for output in epilogue.outputs]
+
+
+def test_the_index_of_gathered_rows_comes_before_the_other_tensors(launched):
+    x, w, p = zeros(7, K), zeros(E, N, K), zeros(R, 2 * N)
+    y = products.grouped_gemm(x, w, OFFSETS, gather=INDEX)
+    act, kept = products.grouped_gemm_activation(x, w, OFFSETS, SWIGLU, gather=INDEX)
+    grad, again, _ = products.grouped_gemm_activation_backward(x, w.mT, OFFSETS, p, SWIGLU, gather=INDEX)
+    wanted = [(y,), (kept, act), (p, grad, again)]
+    for (compiled_for, arguments), tensors in zip(launched, wanted, strict=True):
+        assert compiled_for["gather"]
+        assert arguments[0] is x
+        assert all(a is b for a, b in zip(arguments[TENSORS:], (INDEX, *tensors), strict=True))
+        assert all(len(t) == R for t in tensors)
+    assert y.shape == (R, N)
+
+
+@pytest.mark.parametrize(("gathered", "operand"), [("grad_output", "a"), ("x", "b")])
+def test_the_gathered_operand_of_a_weight_gradient(launched, gathered, operand):
+    given = {"grad_output": zeros(R, N), "x": zeros(R, K)}
+    given[gathered] = given[gathered][:9]
+    dw = products.grouped_wgrad(*given.values(), OFFSETS, gather=INDEX, gathered=gathered)
+    wgrad()
+    (compiled_for, arguments), (plain, others) = launched
+    assert dw.shape == (E, N, K)
+    assert (compiled_for["gathered"], plain["gathered"]) == (operand, None)
+    assert arguments[-1] is INDEX
+    assert len(arguments) == len(others) + 1
+    assert {"a": compiled_for["config"].cluster_n, "b": compiled_for["config"].cluster_m}[operand] == 1
+
+
+FAR = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
+META = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (((E, N, K), BF16), ((E,), INT32),
+                                                                           ((R,), INT32))]  # fmt: skip
+VECTOR, APART = "strides {}: expected a contiguous", "1073741824 elements apart: expected less than 2 GiB"
+INT64 = "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: wgrad(gather=INDEX), "got None, an index"), (lambda: wgrad(gathered="x"), "got 'x', no index"),
+    (lambda: wgrad(gather=INDEX, gathered="dy"), "got 'dy', an index"),
+    (lambda: product(gather=INDEX.long()), INT64), (lambda: wgrad(gather=INDEX.long(), gathered="x"), INT64),
+    (lambda: product(gather=INDEX.view(4, 8)), "torch.int32, (4, 8), " + VECTOR.format("(8, 1)")),
+    (lambda: product(gather=zeros(64, dtype=INT32)[::2]), VECTOR.format("(2,)")),
+    (lambda: products.grouped_gemm(FAR, *META[:2], gather=META[2]), APART),
+    (lambda: products.grouped_wgrad(FAR, FAR, META[1], gather=META[2], gathered="grad_output"), APART),
+    (lambda: products.grouped_wgrad(FAR, FAR, META[1], gather=META[2], gathered="x"), APART),
+])  # fmt: skip
+def test_refused_indices(launched, call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+    assert not launched
 
 
 def test_an_exchange_takes_sms_and_leaves_the_tiles(launched):
     """Of this derivative the tiles depend on the SMs, and with them the order in which its row scale is summed."""
     rows, experts, features, hidden = 2048, 16, 2880, 2048
-    meta = {"device": "meta", "dtype": BF16}
-    weight, p = torch.empty(experts, hidden, features, **meta), torch.empty(rows, 2 * features, **meta)
-    operands = torch.empty(rows, hidden, **meta), weight, torch.empty(experts, device="meta"), p
-    scale = torch.empty(rows, device="meta")
-    tiles, ctas = [], []
+    shapes = (rows, hidden), (experts, hidden, features), (experts,), (rows, 2 * features)
+    operands = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
     for options in (KernelOptions(), KernelOptions(exchange_sms=2), KernelOptions(2)):
         products.grouped_gemm_activation_backward(
-            *operands, Activation("swiglu"), row_scale=scale, options=options
-        )  # fmt: skip
-        compiled_for, arguments = launched[-1]
-        tiles.append(compiled_for["config"].tile_n)
-        ctas.append(arguments[CTAS])
-    assert ctas == [132, 130, 130]
+            *operands, SWIGLU, row_scale=torch.empty(rows, device="meta"), options=options
+        )
+    tiles = [compiled_for["config"].tile_n for compiled_for, _ in launched]
+    assert [arguments[CTAS] for _, arguments in launched] == [132, 130, 130]
     assert tiles[0] == tiles[1] != tiles[2]
