@@ -20,14 +20,20 @@ def test_an_earlier_name_is_the_present_module(name, monkeypatch):
     assert present.__spec__.name == present.__name__ == PRESENT_NAMES[name]
 
 
-def test_submodules_of_a_package_are_not_loaded_twice():
+def test_a_process_that_imports():
+    """Submodules are not loaded twice; the built-in rules are registered; no framework is imported."""
     script = """
-import pickle, warnings
+import sys, warnings
 warnings.simplefilter("ignore", FutureWarning)
 import fusedmoe.recipes.recipe
 from fusedmoe.formats.tensor import QuantizedTensor
 import fusedmoe as fm
 assert fusedmoe.recipes.recipe.Recipe is fm.Recipe and QuantizedTensor is fm.QuantizedTensor
+from fusedmoe.builtin_rules import BUILTIN
+assert set(BUILTIN) <= set(fm.rules())
+class MXFP8BlockScaling: pass  # named like a recipe of Transformer Engine
+with fm.recipe(MXFP8BlockScaling()) as ours: assert ours.name == "mxfp8"
+assert not any(name.split(".")[0].startswith("transformer") for name in sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True)
 

@@ -84,6 +84,10 @@ def test_names_and_defaults():
         assert RECIPES[name] == kind()
         assert kind().name == name
         assert resolve(name) is RECIPES[name]
+        assert kind().roles() == ROLES[name]
+        op = fm.Quantize(name, name, name)
+        assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == ROLES[name]
+    assert list(ROLES) == list(CLASSES)
     assert FP8Tensor() == FP8Tensor("fp8_tensor", hybrid=True, power_of_two=False, delayed=None)
     assert FP8Row() == FP8Row("fp8_row", hybrid=False, power_of_two=False)
     assert FP8Block() == FP8Block("fp8_block", hybrid=False, power_of_two=True, amax_epsilon=0.0)
@@ -91,91 +95,45 @@ def test_names_and_defaults():
     assert NVFP4() == NVFP4("nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True)
 
 
-# --- wgrad="bf16", see test_fusion_unquantized_wgrad.py -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_names_with_an_unquantized_wgrad(name):
-    text, kind = f"{name}:wgrad=bf16", CLASSES[name]
-    recipe = kind(wgrad="bf16")
-    assert named(text) == resolve(text) == recipe != kind()
-    assert hash(recipe) != hash(kind())
-    assert (shortest(recipe), shortest(kind())) == (text, name)
-    roles, plain = recipe.roles(), kind().roles()
-    assert roles.weight == plain.weight
-    for role, other in ((roles.input, plain.input), (roles.grad, plain.grad)):
-        assert role == dataclasses.replace(other, wgrad="bf16", hadamard=False)
-        assert str(role).endswith(", wgrad bf16")
-    op = fm.Quantize(text, text, text)
-    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(roles)
-    assert f"recipe='{text}'" in repr(fm.Linear(H, H, recipe=text))
-
-
-def test_other_fields_stay(monkeypatch):
-    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
-    assert recipe.roles().grad == q(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
-    assert shortest(recipe) is recipe
-    quantizers = Custom("mine", input=q(mxfp8())).roles()
-    assert quantizers.with_wgrad("bf16") == (q(mxfp8(), wgrad="bf16"), None, None)
-    assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
-    monkeypatch.setitem(RECIPES, "mine", Custom("mine"))  # without the field
-    assert named("mine") == Custom("mine")
-    assert named("mine:wgrad=bf16") is None
-    assert named("bf16") is BF16
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_name_means_the_same_to_a_recipe_and_to_an_op(name):
-    assert list(ROLES) == list(CLASSES)
-    assert ROLES[name] == RECIPES[name].roles()
-    op = fm.Quantize(name, name, name)
-    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(ROLES[name])
-
-
-def roles_of(recipe):
-    return tuple(recipe.roles())
-
-
 def q(format, **options):
     return fm.Quantizer(format, **options)
 
 
+DELAYED = {"delayed": Delayed(3)}
+ROTATED, DRAWN = {"hadamard": True}, {"hadamard": True, "stochastic_rounding": True}
+
+
 @pytest.mark.parametrize(
-    ("recipe", "expected"),
+    ("recipe", "input", "weight", "grad"),
     [
-        (Recipe(), (None, None, None)),
-        (FP8Tensor(), (q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor(E5M2)))),
-        (FP8Tensor(hybrid=False), (q(fp8_tensor()),) * 3),
-        (FP8Tensor(power_of_two=True), (*[q(fp8_tensor(E4M3, True))] * 2, q(fp8_tensor(E5M2, True)))),
+        (Recipe(), None, None, None),
+        (FP8Tensor(), q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor(E5M2))),
+        (FP8Tensor(hybrid=False), q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor())),
+        (FP8Tensor(power_of_two=True), q(fp8_tensor(E4M3, True)), q(fp8_tensor(E4M3, True)), q(fp8_tensor(E5M2, True))),
         (
-            FP8Tensor(delayed=Delayed(3)),
-            (*[q(fp8_tensor(), delayed=Delayed(3))] * 2, q(fp8_tensor(E5M2), delayed=Delayed(3))),
+            FP8Tensor(**DELAYED),
+            q(fp8_tensor(), **DELAYED), q(fp8_tensor(), **DELAYED), q(fp8_tensor(E5M2), **DELAYED),
         ),
-        (FP8Row(), (q(fp8_row()),) * 3),
-        (FP8Row(hybrid=True, power_of_two=True), (*[q(fp8_row(E4M3, True))] * 2, q(fp8_row(E5M2, True)))),
-        (FP8Block(), (q(fp8_block()), q(fp8_block(across=128)), q(fp8_block()))),
+        (
+            FP8Row(hybrid=True, power_of_two=True),
+            q(fp8_row(E4M3, True)), q(fp8_row(E4M3, True)), q(fp8_row(E5M2, True)),
+        ),
+        (FP8Block(), q(fp8_block()), q(fp8_block(across=128)), q(fp8_block())),
         (
             FP8Block(hybrid=True, power_of_two=False, amax_epsilon=1e-4),
-            (
-                q(fp8_block(E4M3, 1, False, 1e-4)),
-                q(fp8_block(E4M3, 128, False, 1e-4)),
-                q(fp8_block(E5M2, 1, False, 1e-4)),
-            ),
+            *(q(fp8_block(E4M3, across, False, 1e-4)) for across in (1, 128)), q(fp8_block(E5M2, 1, False, 1e-4)),
         ),
-        (MXFP8(), (q(mxfp8()),) * 3),
-        (MXFP8(hybrid=True, weight_2d=True), (q(mxfp8()), q(mxfp8(across=32)), q(mxfp8(E5M2)))),
-        (MXFP8(scale_rule="floor"), (q(mxfp8(rule=ScaleRule.FLOOR)),) * 3),
-        (
-            NVFP4(),
-            (q(nvfp4(), hadamard=True), q(nvfp4(16)), q(nvfp4(), stochastic_rounding=True, hadamard=True)),
-        ),
-        (NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False), (q(nvfp4()),) * 3),
-        (Custom("mine", input=q(mxfp8())), (q(mxfp8()), None, None)),
+        (MXFP8(), q(mxfp8()), q(mxfp8()), q(mxfp8())),
+        (MXFP8(hybrid=True, weight_2d=True), q(mxfp8()), q(mxfp8(across=32)), q(mxfp8(E5M2))),
+        (MXFP8(scale_rule="floor"), *[q(mxfp8(rule=ScaleRule.FLOOR))] * 3),
+        (NVFP4(), q(nvfp4(), **ROTATED), q(nvfp4(16)), q(nvfp4(), **DRAWN)),
+        (NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False), *[q(nvfp4())] * 3),
+        (Custom("mine", input=q(mxfp8())), q(mxfp8()), None, None),
     ],
     ids=str,
-)
-def test_fields_say_what_each_operand_becomes(recipe, expected):
-    assert roles_of(recipe) == expected
+)  # fmt: skip
+def test_fields_say_what_each_operand_becomes(recipe, input, weight, grad):
+    assert recipe.roles() == (input, weight, grad)
 
 
 VARIANTS = [
@@ -220,6 +178,39 @@ def test_recipes_are_values():
         assert dataclasses.replace(recipe, name="another") != recipe
 
 
+# --- wgrad="bf16", see test_fusion_unquantized_wgrad.py -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_names_with_an_unquantized_wgrad(name):
+    text, kind = f"{name}:wgrad=bf16", CLASSES[name]
+    recipe = kind(wgrad="bf16")
+    assert named(text) == resolve(text) == recipe != kind()
+    assert hash(recipe) != hash(kind())
+    assert (shortest(recipe), shortest(kind())) == (text, name)
+    roles, plain = recipe.roles(), kind().roles()
+    assert roles.weight == plain.weight
+    for role, other in ((roles.input, plain.input), (roles.grad, plain.grad)):
+        assert role == dataclasses.replace(other, wgrad="bf16", hadamard=False)
+        assert str(role).endswith(", wgrad bf16")
+    op = fm.Quantize(text, text, text)
+    assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == tuple(roles)
+    assert f"recipe='{text}'" in repr(fm.Linear(H, H, recipe=text))
+
+
+def test_other_fields_stay(monkeypatch):
+    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
+    assert recipe.roles().grad == q(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
+    assert shortest(recipe) is recipe
+    quantizers = Custom("mine", input=q(mxfp8())).roles()
+    assert quantizers.with_wgrad("bf16") == (q(mxfp8(), wgrad="bf16"), None, None)
+    assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
+    monkeypatch.setitem(RECIPES, "mine", Custom("mine"))  # without the field
+    assert named("mine") == Custom("mine")
+    assert named("mine:wgrad=bf16") is None
+    assert named("bf16") is BF16
+
+
 # --- what they insert ----------------------------------------------------------------------------------------------
 
 
@@ -237,15 +228,6 @@ def test_what_a_recipe_puts_around_a_layer():
     ]  # fmt: skip
     assert rewritten("mxfp8", act, fm.Scale("s")) == ["0.SwiGLU", "1.Scale"]
     assert "0:input.Quantize" in rewritten("mxfp8", type("Mine", (fm.GroupedLinear,), {})(E, H, H))
-
-
-def test_labels_are_those_of_nested_modules():
-    chain = fm.Sequential(fm.Sequential(fm.GroupedLinear(E, H, H), fm.Sequential(fm.GroupedLinear(E, H, H))))
-    assert quantized_by("mxfp8", chain, rows(), splits=SPLITS) == [
-        "0.0:weight.Quantize", "0.1.0:weight.Quantize",
-        "0.0:input.Quantize", "0.1.0:input.Quantize",
-        "0.1.0:grad.QuantizeGrad", "0.0:grad.QuantizeGrad",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -291,25 +273,15 @@ def test_a_recipe_of_ones_own_may_leave_operands_alone(role):
     assert quantized_by(Custom(), experts(), rows(), splits=SPLITS) == []
 
 
-def test_a_layer_alone_is_quantized_too():
-    fc, x = fm.GroupedLinear(E, H, I), rows()
-    with fm.recipe("mxfp8"):
-        alone, chain = fc(x, splits=SPLITS), fm.Sequential(fc)(x, splits=SPLITS)
-    assert torch.equal(alone, chain)
-    assert not torch.equal(alone, fc(x, splits=SPLITS))
-
-
 # --- recipes of layers ---------------------------------------------------------------------------------------------
 
 LAYERS = {
     "GroupedLinear": (lambda **o: fm.GroupedLinear(E, H, H, **o), {"splits": SPLITS}),
     "Linear": (lambda **o: fm.Linear(H, H, **o), {}),
 }
-each_layer = pytest.mark.parametrize("kind", LAYERS)
 
 
-@each_layer
-@pytest.mark.parametrize("around", ["bf16", "fp8_row"])
+@pytest.mark.parametrize(("kind", "around"), [("GroupedLinear", "bf16"), ("Linear", "fp8_row")])
 def test_a_layers_own_recipe_holds_whatever_is_around(kind, around):
     make, named = LAYERS[kind]
     own, other, x = make(recipe="mxfp8"), make(), rows()
@@ -327,15 +299,13 @@ def test_a_layers_own_recipe_holds_whatever_is_around(kind, around):
     assert torch.equal(own(x, **named), other(x, **named))
 
 
-@each_layer
-def test_a_layers_recipe_is_in_its_text_and_its_copies(kind):
-    make, _ = LAYERS[kind]
-    assert "recipe" not in repr(make())
-    assert "recipe='mxfp8'" in repr(make(recipe="mxfp8"))
-    assert "recipe=NVFP4(" in repr(make(recipe=NVFP4(hadamard=False)))
-    assert "recipe='nvfp4'" in repr(make(recipe=NVFP4()))
-    assert copy.deepcopy(make(recipe="mxfp8")).recipe == MXFP8()
-    assert "recipe" not in make(recipe="mxfp8").state_dict()
+def test_a_layers_recipe_is_in_its_text_and_its_copies():
+    for make, _ in LAYERS.values():
+        assert "recipe" not in repr(make())
+        assert "recipe=NVFP4(" in repr(make(recipe=NVFP4(hadamard=False)))
+        assert "recipe='nvfp4'" in repr(make(recipe=NVFP4()))
+        assert copy.deepcopy(make(recipe="mxfp8")).recipe == MXFP8()
+        assert "recipe" not in make(recipe="mxfp8").state_dict()
 
 
 def test_an_override_of_rewrite_replaces_the_insertion_by_roles():

@@ -206,11 +206,6 @@ def test_a_block_may_be_entered_again_and_within_itself():
             with block:
                 assert settings.current().disabled == ("a", "a")
             assert settings.current().disabled == ("a",)
-    assert settings.current() == DEFAULT
-
-
-def test_a_block_that_was_entered_by_hand_is_not_entered_twice():
-    block = fm.strict()
     block.__enter__()
     with pytest.raises(RuntimeError, match="already entered"):
         block.__enter__()
