@@ -5,21 +5,7 @@ import logging
 import pytest
 import torch
 from kit import toy
-from kit.toy import (
-    IN,
-    assert_same,
-    dgrad_dglu,
-    experts,
-    gemm,
-    gemm_glu,
-    inputs,
-    only_plan,
-    outcome,
-    rows,
-    rule,
-    rules_used,
-    wgrad,
-)
+from kit.toy import dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows, rule, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError
@@ -42,9 +28,9 @@ def fallbacks(caplog):
     "rules",
     [
         [gemm_glu(guard=toy.refuse), dgrad_dglu()],
-        [gemm_glu(), gemm(), dgrad_dglu(), wgrad(guard=toy.refuse)],
-        [gemm_glu(guard=toy.refuse), gemm(guard=toy.refuse), dgrad_dglu(guard=toy.refuse), wgrad(guard=toy.refuse)],
-        [gemm_glu(), dgrad_dglu(guard=toy.refuse, recomputes=False), wgrad(guard=toy.refuse)],
+        [gemm_glu(), toy.gemm(), dgrad_dglu(), toy.wgrad(guard=toy.refuse)],
+        [make(guard=toy.refuse) for make in (gemm_glu, toy.gemm, dgrad_dglu, toy.wgrad)],
+        [gemm_glu(), dgrad_dglu(guard=toy.refuse, recomputes=False), toy.wgrad(guard=toy.refuse)],
     ],
     ids=lambda rules: "+".join(r.name.removeprefix("toy.") for r in rules),
 )
@@ -53,7 +39,7 @@ def test_declined_steps_give_the_same(rules, scale, caplog):
     expected = outcome(chain, x, **named)
     with fm.register(*rules):
         assert only_plan(chain, x, **named).fused
-        assert_same(outcome(chain, x, **named), expected)
+        toy.assert_same(outcome(chain, x, **named), expected)
         assert fallbacks(caplog)
         with torch.no_grad():
             torch.testing.assert_close(chain(x, **named), expected["y"])
@@ -70,7 +56,7 @@ def test_a_guard_decides_anew_at_every_call():
             got = outcome(chain, x, **inputs())
             assert len([name for name, _ in calls if name == "toy.gemm_glu"]) == fused
             with fm.disabled("*"):
-                assert_same(got, outcome(chain, x, **inputs()))
+                toy.assert_same(got, outcome(chain, x, **inputs()))
     (part,) = partition_for(chain).parts
     assert len(part.chain.table.plans) == 2  # one of them with everything switched off
 
@@ -79,7 +65,7 @@ def test_a_guard_gets_the_tensors_of_needs():
     seen = []
     chain = experts()
     x = rows()
-    with fm.register(gemm(guard=lambda *tensors: seen.append(tensors))), torch.no_grad():
+    with fm.register(toy.gemm(guard=lambda *tensors: seen.append(tensors))), torch.no_grad():
         chain(x, **inputs())
     assert [len(t) for t in seen] == [3, 3]
     assert seen[0][0] is x
@@ -117,7 +103,7 @@ def test_strict_raises_also_in_backward_if_the_forward_was_strict():
     chain, x, named = fm.Sequential(fm.SwiGLU(), experts()[2]), rows(), inputs()
     dglu = rule("toy.dglu", {"dact": toy.DSwiGLU}, ("grad_output", "dact.input"), ("grad_input",), direction="backward")
     dglu.build = lambda self, ctx, keep: toy.refuse
-    with fm.register(dglu, gemm(guard=small_only)):
+    with fm.register(dglu, toy.gemm(guard=small_only)):
         with fm.strict():
             y = chain(x, **named)
             with pytest.raises(FusionError, match=r"^1.GroupedLinear: toy.gemm declined this call: 12 rows"):
@@ -182,7 +168,7 @@ FROM_OUTPUT = rule(
 )  # fmt: skip
 # hides what is between
 HIDING = rule(
-    "toy.hiding", {"fc": GroupedLinear, "act": fm.SwiGLU, "third": Third}, (*IN, "third.weight"), run=hiding,
+    "toy.hiding", {"fc": GroupedLinear, "act": fm.SwiGLU, "third": Third}, (*toy.IN, "third.weight"), run=hiding,
     keeps=("act.input", "third.input"),
 )  # fmt: skip
 DTHIRD_DGLU = rule(
@@ -200,7 +186,7 @@ def test_stand_ins_recompute_what_nobody_kept(caplog):
         plan = only_plan(chain, x, **named)
         assert rules_used(plan) == ["toy.hiding", "toy.from_output", "toy.dthird_dglu"]
         assert "2.input" not in plan.kept
-        assert_same(outcome(chain, x, **named), expected)
+        toy.assert_same(outcome(chain, x, **named), expected)
     assert fallbacks(caplog)
 
 
@@ -287,4 +273,4 @@ def test_a_recomputed_value_outlives_a_guarded_step_whose_stand_in_makes_it_too(
         plan = only_plan(chain, x)
         assert rules_used(plan) == ["toy.product_increment", "toy.decrement", "toy.from_x"]
         assert "1.input" not in plan.kept
-        assert_same(outcome(chain, x), expected)
+        toy.assert_same(outcome(chain, x), expected)

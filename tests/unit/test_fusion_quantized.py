@@ -14,7 +14,7 @@ from fusedmoe.kernels.torch import quantized_products
 from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
 from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.recipes import NVFP4
-from fusedmoe.ops import BiasGrad, Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
+from fusedmoe.ops import Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 
 E, H, I = 3, 64, 32  # noqa: E741
@@ -237,26 +237,6 @@ def test_everything_that_is_quantized_may_be_fused(recipe):
     assert plan.kept_bytes == plain.kept_bytes
 
 
-FORWARD_GIVES = ("2.input", "1.input", "2.input:columns")
-BACKWARD_GIVES = ("grad(0:grad.input)", "grad(0:grad.input):columns")
-
-
-@pytest.mark.parametrize(
-    ("make", "gives", "kept"),
-    [
-        (gemm_glu_quantize, FORWARD_GIVES, KEEPS),
-        (dgrad_dglu_quantize, BACKWARD_GIVES, ("grad_input", "grad_input:columns")),
-    ],
-)
-def test_a_step_writes_the_forms_that_are_read(make, gives, kept):
-    calls, (x, named) = [], given()
-    plan, plain = both_ways([make(calls=calls)], "mxfp8", experts(), x, **named)
-    (step,) = plan.fused
-    assert step.gives == gives
-    assert [keep for _, keep in calls] == [kept]
-    assert set(plan.kept) == set(plain.kept)
-
-
 def test_it_writes_no_columns_in_inference_or_for_a_frozen_weight():
     calls, chain, (x, named) = [], experts(), given()
     with torch.no_grad():
@@ -296,24 +276,6 @@ def test_the_gradient_has_the_forms_that_are_read(frozen, gives):
     plan, _ = both_ways([dgrad_dglu_quantize(calls=calls), wgrad()], "mxfp8", chain, x, **named)
     assert calls == [("toy.dgrad_dglu_quantize", gives)]
     assert rules_used(plan, "backward").count("toy.wgrad") == (1 if frozen == "0" else 2)
-
-
-def test_the_bias_gradient_may_be_computed_on_the_way():
-    def forms(self, ctx, dy, weight, offsets, h):
-        dh = self.dact.compute(quantized_products.grouped_mm_dgrad(dy, weight, offsets), h)
-        quantizer = self.quantize.op.grad_quantizer
-        return {
-            "quantize.grad_input": lambda: fm.quantize(dh, quantizer, -1, offsets=offsets),
-            "quantize.grad_input:columns": lambda: fm.quantize(dh, quantizer, -2, offsets=offsets),
-            "dbias.grad_bias": lambda: self.dbias.compute(dh, offsets),
-        }
-
-    slots = {"dgrad": Dgrad, "dact": DSwiGLU, "quantize": QuantizeGrad, "dbias": BiasGrad}
-    gives = ("quantize.grad_input", "quantize.grad_input:columns", "dbias.grad_bias")
-    with_bias = codes_rule("toy.with_bias", slots, DIN, gives, forms, direction="backward")
-    x, named = given()
-    plan, _ = both_ways([with_bias], "mxfp8", experts(bias=True), x, **named)
-    assert [s.ops[-1] for s in plan.fused] == ["0.BiasGrad"]
 
 
 def test_a_layer_that_quantizes_its_rows_itself():
@@ -362,19 +324,6 @@ def test_a_step_that_declines_the_call_falls_back(which, recomputes):
     x, named = given()
     plan, _ = both_ways(rules, "mxfp8", experts(), x, **named)
     assert len(plan.fused) == 2
-
-
-def test_a_quantize_that_the_user_put_there_is_fused_like_the_recipes():
-    up, act, down = experts()
-    quantized = [Quantize("mxfp8", weight="mxfp8") for _ in range(2)]
-    gradients = [Quantize(backward="mxfp8") for _ in range(2)]
-    chain = fm.Sequential(quantized[0], up, gradients[0], act, quantized[1], down, gradients[1])
-    x, named = given()
-    plan, _ = both_ways([gemm_glu_quantize(), dgrad_dglu_quantize()], "bf16", chain, x, **named)
-    assert [s.ops for s in plan.fused] == [
-        ("1.GroupedLinear", "3.SwiGLU", "4.Quantize"),
-        ("5.Dgrad", "3.DSwiGLU", "2.QuantizeGrad"),
-    ]
 
 
 @pytest.mark.parametrize("grad", [True, False])

@@ -76,14 +76,6 @@ def test_what_is_kept(name):
     assert plan.kept_bytes == plan_under("bf16", chain, x, splits=SPLITS).kept_bytes
 
 
-def test_few_rows_per_expert_take_less_memory_than_columns_and_many_take_more():
-    chain = experts()
-    for count, less in ((R, True), (4096, False)):
-        x, splits = torch.randn(count, H, dtype=BF16, requires_grad=True), torch.full((E,), count // E)
-        kept = [plan_under(r, chain, x, splits=splits).kept_bytes for r in ("fp8_block:wgrad=bf16", "fp8_block")]
-        assert (kept[0] < kept[1]) is less
-
-
 def test_nothing_is_kept_for_a_frozen_weight_or_in_inference():
     chain = experts()
     chain[2].weight.requires_grad_(False)

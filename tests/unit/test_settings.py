@@ -66,29 +66,19 @@ def test_settings_hold_inside_the_block_only():
     assert settings.current() == settings.Settings()
 
 
-def test_an_unknown_recipe_lists_the_known_ones():
-    known = r"Recipe.*, or one of 'bf16', .*'nvfp4', which may end in ':wgrad=bf16' except 'bf16', got 'fp7'"
-    with pytest.raises(fm.InputError, match=known), fm.recipe("fp7"):
-        pass
-
-
 def test_the_innermost_recipe_holds():
     chain, x, named = experts(), rows(), inputs()
-    names = []
 
     def name():
-        names.append(only_plan(chain, x, **named).recipe)
+        return only_plan(chain, x, **named).recipe
 
-    name()
     with fm.recipe(Halving()):
-        name()
-        with fm.recipe("bf16"):
-            name()
-        with fm.recipe(Halving("other")):
-            name()
-        name()
-    name()
-    assert names == ["bf16", "halving", "bf16", "other", "halving", "bf16"]
+        assert name() == "halving"
+        for inner in ("bf16", Halving("other")):
+            with fm.recipe(inner) as found:
+                assert name() == found.name
+        assert name() == "halving"
+    assert name() == "bf16"
 
 
 def test_a_recipe_that_inserts_an_op():
@@ -106,16 +96,6 @@ def test_a_recipe_that_inserts_an_op():
         "0.GroupedLinear", "1.inserted.Halve", "1.SwiGLU", "2.GroupedLinear",
     ]  # fmt: skip
     assert "recipe halving" not in str(only_plan(chain, x, **named))
-
-
-def test_a_changed_value_of_a_recipe_is_another_plan():
-    chain, x, named = experts(), rows(), inputs()
-    with fm.recipe(Halving(before="1")):
-        first = chain(x, **named)
-    with fm.recipe(Halving(before="2")):
-        second = chain(x, **named)
-    assert not torch.equal(first, second)
-    torch.testing.assert_close(second, chain(x, **named) / 2)
 
 
 @pytest.mark.parametrize("before", ["0", "3"])
