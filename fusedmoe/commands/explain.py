@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fusedmoe.fusion.report.data import PlanData
     from fusedmoe.layers.explain_model import ExplainedModules, ModelExplanation
 
 __all__ = ["ExplainOptions", "run"]
@@ -283,7 +282,12 @@ def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplan
     for group in result.groups:
         of_group = {"names": group.names, "class": group.kind, "note": group.note, "router": group.router}
         modules, plans = ((), ()) if group.explanation is None else (group.explanation.modules, group.explanation.plans)
-        groups.append({**of_group, "modules": modules, "plans": [_plan(plan) for plan in plans]})
+        shown = [
+            {name: getattr(plan, name) for name in _PLAN_FIELDS}
+            | {"steps": [{name: getattr(step, name) for name in _STEP_FIELDS} for step in plan.steps]}
+            for plan in plans
+        ]
+        groups.append({**of_group, "modules": modules, "plans": shown})
     found = {
         "model": title,
         "arch": arch,
@@ -294,8 +298,3 @@ def _as_json(title: str, arch: int, options: ExplainOptions, result: ModelExplan
         "without_kernel": _without_kernel(result),
     }
     return json.dumps(found, indent=2)
-
-
-def _plan(plan: PlanData) -> dict[str, Any]:
-    steps = [{name: getattr(step, name) for name in _STEP_FIELDS} for step in plan.steps]
-    return {name: getattr(plan, name) for name in _PLAN_FIELDS} | {"steps": steps}

@@ -95,8 +95,7 @@ def find_gpu() -> Gpu:
 def _mlp(options: TuneOptions) -> Mlp:
     sizes = required_sizes(options, SIZES)
     for name in ("hidden", "intermediate"):
-        reason = why_not_width(f"--{name}", sizes[name])
-        if reason is not None:
+        if reason := why_not_width(f"--{name}", sizes[name]):
             raise InputError(reason)
     required_sizes(options, ("reps", "top_k"))
     return Mlp(**sizes, activation=options.activation, dtype=options.dtype, top_k=options.top_k)

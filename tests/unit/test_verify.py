@@ -332,8 +332,8 @@ def test_a_stamp_turns_the_rules_on(blackwell, capsys, monkeypatch):
     only(monkeypatch, COVERED)
     assert not rules_of(MXFP8, SMALL)
     assert "run `fusedmoe verify`" in package.why_unverified()
-    with pytest.raises(ZeroDivisionError), package.being_verified():
-        1 / (package.why_unverified() is not None)
+    with package.being_verified():
+        assert package.why_unverified() is None
     assert package.why_unverified() is not None
     assert run(blackwell, MXFP8) == 0
     assert "the rules for sm_100 are on" in capsys.readouterr().out

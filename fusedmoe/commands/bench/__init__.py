@@ -1,4 +1,1 @@
-"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch and the installed peers.
-
-The repository's benchmarks also use `timing`, `peers` and `machine`.
-"""
+"""``fusedmoe bench``: compare one MoE layer of given sizes with plain torch; `benchmarks` adds other libraries."""

@@ -68,11 +68,7 @@ def load_split(pages: Mapping[str, str] | None = None) -> Split:
     chunks = chunks_of(unique_paragraphs(pages))
     train = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
     held_out = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT_EVERY == HELD_OUT_EVERY // 2]
-    return Split(train=_as_tensor(b"".join(train)), held_out=_as_tensor(b"".join(held_out)))
-
-
-def _as_tensor(text: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return Split(*(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in (train, held_out)))
 
 
 def batches(text: torch.Tensor, job: Job) -> torch.Tensor:

@@ -86,7 +86,11 @@ def run(
     written = _stamp(machine, found)
     if options.json is not None:
         data = as_data(found, machine) | {"seconds": round(seconds, 1)}
-        written = _write(Path(options.json), json.dumps(data, indent=2)) and written
+        try:
+            Path(options.json).write_text(json.dumps(data, indent=2) + "\n")
+        except OSError as error:
+            print(f"fusedmoe verify: error: cannot write {options.json} ({error.strerror})", file=sys.stderr)
+            written = False
     return 0 if found.passed and written else 1
 
 
@@ -124,13 +128,4 @@ def _stamp(machine: Gpu, found: Verification) -> bool:
         print(f"fusedmoe verify: error: the result is not kept: {reason}; {where}", file=sys.stderr)
         return False
     print(f"the rules for sm_{machine.arch} are {'on' if found.passed else 'off'}: {path}")
-    return True
-
-
-def _write(file: Path, text: str) -> bool:
-    try:
-        file.write_text(text + "\n")
-    except OSError as error:
-        print(f"fusedmoe verify: error: cannot write {file} ({error.strerror})", file=sys.stderr)
-        return False
     return True

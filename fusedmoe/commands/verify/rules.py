@@ -60,12 +60,8 @@ def verify(
     """Check the built-in rules of a machine's architecture. The rules for Blackwell need no stamp meanwhile.
 
     ``compile_ahead`` is called once with the cases that are left, the sizes and the device, after a case that has
-    compiled a kernel. It may compile those of the others.
-
-    Raises
-    ------
-    NoGpuError
-        No built-in rule is for the architecture, or a requirement is missing.
+    compiled a kernel. It may compile those of the others. `NoGpuError` is raised if no built-in rule is for the
+    architecture, or a requirement is missing.
     """
     cases = cases_for(machine.arch) if cases is None else cases
     with package.being_verified():
@@ -88,8 +84,7 @@ def _rules_of(machine: Gpu) -> list[str]:
     rules = [rule for rule in BUILTIN if why_unavailable(rule, machine.device, machine.arch, (), True) is None]
     if not rules:
         raise NoGpuError(f"fusedmoe has no kernels for this GPU, {machine.name} (sm_{machine.arch})")
-    missing = list(filter(None, map(what_is_missing, rules)))
-    if missing:
+    if missing := list(filter(None, map(what_is_missing, rules))):
         raise NoGpuError(f"the kernels for sm_{machine.arch} cannot run here: {missing[0]}")
     return [rule.name for rule in rules]
 
