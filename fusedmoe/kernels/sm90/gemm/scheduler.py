@@ -19,7 +19,7 @@ arrived. The tiles of the first range are computed meanwhile.
 | `Drawing.told`, of CTA 1 | the word that CTA 0 has drawn, by an asynchronous store | lane 0 of CTA 1's scheduler |
 | `Drawing.read`, of CTA 0 | lane 0 of CTA 1's scheduler, with the word in a register | lane 0 of CTA 0's scheduler |
 
-Run: tests/unit/test_sm90_schedule.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_sm90_overlap.py;
+Run: tests/unit/test_sm90_tile_order.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_sm90_overlap.py;
 ``python -m benchmarks --only tiles``.
 """
 
