@@ -134,7 +134,7 @@ def nothing() -> None:
 class Engine:
     """Two exchanges of rows with static shapes. Each is a collective: every rank calls it, in the same order.
 
-    To add an engine, write its class, and add the class and its name to `fusedmoe.expert_parallel.group`.
+    To add an engine, write a module with its class as `ENGINE`, and add the module's name to `group.EngineName`.
 
     Parameters
     ----------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -13,20 +14,19 @@ from torch import distributed as dist
 from fusedmoe.base.autocast import autocast_dtype
 from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.base.errors import InputError
-from fusedmoe.expert_parallel.allgather import AllGather
-from fusedmoe.expert_parallel.alltoall import AllToAll
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import Engine, writes_no_weight
-from fusedmoe.expert_parallel.symmetric import Symmetric
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
 
-ENGINES: dict[str, type[Engine]] = {engine.name: engine for engine in (AllGather, AllToAll, Symmetric)}
-EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]  # "auto" and the names of `ENGINES`
+EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]  # "auto", and modules here that have an `ENGINE`
+ENGINES: dict[str, type[Engine]] = {
+    name: import_module(f"{__package__}.{name}").ENGINE for name in get_args(EngineName) if name != "auto"
+}
 OverflowPolicy = Literal["raise", "rerun", "drop"]
 
 _ENGINE = one_of(get_args(EngineName))
@@ -138,14 +138,14 @@ class ExpertParallel:
 
     @property
     def _kind_of_engine(self) -> type[Engine]:
-        return ENGINES.get(self.engine_name, AllGather)
+        return ENGINES["allgather" if self.engine_name == "auto" else self.engine_name]
 
     def chosen_for(self, top_k: int) -> ExpertParallel:
         """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
         if self.engine_name != "auto" or top_k >= self.ranks or self.capacity is not None:
             return self
         chosen = copy.copy(self)
-        chosen.engine_name, chosen.engine = "alltoall", AllToAll(self.group, self.timeout_s)
+        chosen.engine_name, chosen.engine = "alltoall", ENGINES["alltoall"](self.group, self.timeout_s)
         return chosen
 
     def local_experts(self, num_experts: int, who: str = _WHO) -> int:

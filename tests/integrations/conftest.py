@@ -1,4 +1,6 @@
-"""Process groups, frameworks and compiled graphs of the tests here."""
+"""Process groups, frameworks and compiled graphs of the tests here. Each pool of processes is started once, by the first
+test that asks for it.
+"""
 
 import importlib.util
 import warnings
@@ -8,16 +10,32 @@ import torch
 from torch import distributed as dist
 
 
+def pool(tmp_path_factory, size):
+    if not dist.is_available():
+        pytest.skip("torch is built without distributed")
+    from kit.two_ranks import Ranks
+
+    started = Ranks(tmp_path_factory.mktemp("ranks"), size)
+    yield started
+    started.stop()
+
+
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory):
     """Two processes of one gloo group."""
-    from kit.two_ranks import Ranks
+    yield from pool(tmp_path_factory, 2)
 
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
-    try:
-        yield started
-    finally:
-        started.stop()
+
+@pytest.fixture(scope="session")
+def four(tmp_path_factory):
+    """Four processes of one gloo group."""
+    yield from pool(tmp_path_factory, 4)
+
+
+@pytest.fixture(scope="session")
+def hopper_ranks(tmp_path_factory):
+    """Four processes whose kernels may be replaced by the stand-ins of `kit.hopper_ranks`, which they keep."""
+    yield from pool(tmp_path_factory, 4)
 
 
 @pytest.fixture

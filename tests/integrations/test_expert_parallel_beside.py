@@ -1,35 +1,23 @@
 """The shared expert runs while tokens travel: when it runs, and that no bit depends on it. Two ranks on a CPU."""
 
 import contextlib
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from torch import distributed as dist
+from kit import hopper_ranks as hopper
+from kit.expert_parallel_ranks import Recording, alone, engine, in_group, on_each
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-
-if not dist.is_available():
-    pytest.skip("torch is built without distributed", allow_module_level=True)
-
-from kit.expert_parallel_ranks import Recording, engine
-from kit.two_ranks import Ranks
-from test_expert_parallel_overlap import OVERLAPS, stand_ins
-from test_expert_parallel_symmetric import on_cpus
-
 from fusedmoe.layers.moe import Routing
+
+pytestmark = pytest.mark.distributed
 
 HIDDEN, EXPERTS, CHOSEN, MOST = 32, 4, 2, 9
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-TOKENS = {"even": (6, 6), "uneven": (9, 2), "none on one rank": (0, 7), "none": (0, 0)}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    started = Ranks(tmp_path_factory.mktemp("beside"))
-    yield started
-    started.stop()
+UNEVEN = (9, 2)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +82,7 @@ class OwnRouter(torch.nn.Module):
         self.inner = router
 
     def forward(self, x):
-        found = self.inner(x)
-        return Routing(*found)
+        return Routing(*self.inner(x))
 
 
 class NoExchange(torch.nn.Module):
@@ -103,18 +90,17 @@ class NoExchange(torch.nn.Module):
         return x
 
 
-def orders(rank):
-    found = {}
-    x = tokens(5 * rank)
-    for most in (None, MOST):
-        ep = fm.ExpertParallel(engine="allgather", max_tokens=most)
-        found[most] = events(layer(ep), x)
-    made = layer(ep)
+def doubled_tokens(made):
+    made.experts.dispatch.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
+    return made
+
+
+@on_each
+def orders(ep):
+    x, made = tokens(5 * ep.rank), layer(ep)
+    found = {"plain": events(made, x), "hook": events(doubled_tokens(layer(ep)), x)}
     made.router = OwnRouter(made.router)
     found["router"] = events(made, x)
-    made = layer(ep)
-    made.experts.dispatch.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
-    found["hook"] = events(made, x)
     torch._dynamo.reset()
     made = layer(ep)
     found["compiled"] = events(made, x, torch.compile(made, backend="eager"))
@@ -123,45 +109,44 @@ def orders(rank):
     return found
 
 
-def test_it_runs_after_the_tokens_left_and_before_they_are_waited_for(ranks):
-    for found in ranks.run(orders):
+@pytest.mark.parametrize("most", [None, MOST])
+def test_it_runs_after_the_tokens_left_and_before_they_are_waited_for(four, most):
+    for found in four.run(orders, 2, most)[:2]:
         assert found.pop("no exchange") == ["shared"]
         for name, order in found.items():
             assert order == BESIDE, name
 
 
-def after_the_others(rank):
+@on_each
+def after_the_others(ep):
     """The engine whose host waits, a rank that is alone, and a layer that is asked for its plan."""
     log = []
-    for ep in (fm.ExpertParallel(engine="alltoall"), fm.ExpertParallel([dist.new_group([i]) for i in range(2)][rank])):
-        made = layer(ep)
+    for each in (ep, alone()):
+        made = layer(each)
         made.shared.register_forward_hook(lambda module, given, out: log.append("shared"))
         made.experts.register_forward_hook(lambda module, given, out: log.append("experts"))
         made(tokens(3))
-    if rank == 0:  # no other rank answers
-        made = layer(fm.ExpertParallel(max_tokens=MOST))
+    if ep.rank == 0:  # no other rank answers
+        made = layer(fm.ExpertParallel(ep.group, max_tokens=MOST))
         text = str(fm.Sequential(made, torch.nn.Identity()).to("meta").explain(tokens(3).to("meta")))
         assert "Identity" in text
-    dist.barrier()
     return log
 
 
-def test_it_runs_last_where_nothing_travels_beside_it(ranks):
-    for log in ranks.run(after_the_others):
+def test_it_runs_last_where_nothing_travels_beside_it(four):
+    for log in four.run(after_the_others, 2, {"engine": "alltoall"})[:2]:
         assert log == ["experts", "shared"] * 2
 
 
-def margins(rank):
-    made = layer(fm.ExpertParallel(max_tokens=MOST))
-    found = [(made.sm_margin, made.shared.sm_margin)]
-    made.sm_margin = 7
-    alone = layer(fm.ExpertParallel([dist.new_group([i]) for i in range(2)][rank]))
-    return [*found, (made.sm_margin, made.shared.sm_margin), (alone.sm_margin, alone.shared.sm_margin)]
+@on_each
+def margins(ep):
+    made, own, single = layer(ep), layer(ep), layer(alone())
+    own.sm_margin = 7
+    return [(each.sm_margin, each.shared.sm_margin) for each in (made, own, single)]
 
 
-def test_it_leaves_sms_to_the_exchange(ranks):
-    for found in ranks.run(margins):
-        assert found == [(0, 2), (7, 7), (0, 0)]
+def test_it_leaves_sms_to_the_exchange(four):
+    assert four.run(margins, 2, MOST)[:2] == [[(0, 2), (7, 7), (0, 0)]] * 2
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -197,24 +182,26 @@ def under(context, *args):
 
 CALLS = {
     "plain": lambda made: made,
-    "statistics": lambda made: lambda x: made(x, return_stats=True),
-    "recomputed": lambda made: lambda x: checkpoint(made, x, use_reentrant=False),
-    "recomputed, reentrant": lambda made: lambda x: checkpoint(made, x, use_reentrant=True),
+    "recomputed": lambda made: partial(checkpoint, made, use_reentrant=False),
+    "statistics": lambda made: partial(made, return_stats=True),
+    "recomputed, reentrant": lambda made: partial(checkpoint, made, use_reentrant=True),
     "no_grad": under(torch.no_grad),
     "inference": under(torch.inference_mode),
     "autocast": under(torch.autocast, "cpu", BF16),
     "recipe": under(fm.recipe, "fp8_block"),
 }
+FEW = "plain", "recomputed"
 
 
-def same_bits(rank, folder, counts, most, settings, calls, dtype=torch.float32, options=()):
+@on_each
+def same_bits(ep, folder, counts, more, calls, dtype=torch.float32, **options):
     """The names of results that depend on when the shared expert runs; and how often it ran beside an exchange."""
     different, beside = [], []
     run = fm.ExpertParallel.run_beside
-    with on_cpus(folder):
+    with hopper.on_cpus(folder):
         for name in ("allgather", "symmetric"):
-            ep = fm.ExpertParallel(engine=name, max_tokens=most, **settings)
-            made = layer(ep, dtype, **dict(options))
+            of = fm.ExpertParallel(ep.group, name, max_tokens=ep.max_tokens, **more)
+            made = layer(of, dtype, **options)
             seen = []
             made.shared.register_forward_hook(lambda module, given, out, seen=seen: seen.append(out.dtype))
 
@@ -224,7 +211,7 @@ def same_bits(rank, folder, counts, most, settings, calls, dtype=torch.float32, 
                 beside.append(len(seen) > before)
 
             for kind in calls:
-                x = tokens(counts[rank], dtype)
+                x = tokens(counts[ep.rank], dtype)
                 with mock.patch.object(fm.ExpertParallel, "run_beside", noted):
                     got = trained(made, x, CALLS[kind](made))
                 with afterwards():
@@ -234,60 +221,49 @@ def same_bits(rank, folder, counts, most, settings, calls, dtype=torch.float32, 
                 different += [(name, kind, key) for key, t in want.items() if not torch.equal(got[key], t)]
                 assert set(seen) == {BF16 if kind == "autocast" else dtype}, kind
                 seen.clear()
-            assert ep._beside is None
+            assert of._beside is None
     return different, beside
 
 
-@pytest.mark.parametrize(
-    ("tokens", "most"),
-    [
-        *(("even", None), ("uneven", MOST), ("none on one rank", None), ("none", MOST)),
-        *(
-            pytest.param(*how, marks=pytest.mark.slow)
-            for how in (("even", MOST), ("uneven", None), ("none on one rank", MOST), ("none", None))
-        ),
-    ],
-)
-def test_no_bit_depends_on_when_it_runs(ranks, folder, tokens, most):
-    for different, beside in ranks.run(same_bits, folder, TOKENS[tokens], most, {}, tuple(CALLS)):
+# tokens of each rank, the most, more settings, calls, options of the layer
+CASES = {
+    "all calls": (UNEVEN, MOST, {}, tuple(CALLS), {}),
+    "even": ((6, 6), None, {}, FEW, {}),
+    "none on one rank": ((0, 7), None, {}, FEW, {}),
+    "none": ((0, 0), MOST, {}, FEW, {}),
+    "dispatch_dtype": (UNEVEN, MOST, {"dispatch_dtype": FP8}, FEW, {"dtype": BF16}),
+    "combine_dtype": (UNEVEN, None, {"combine_dtype": torch.float32}, FEW, {"dtype": BF16}),
+    "rerun": (UNEVEN, MOST, {"capacity": 1.0, "overflow": "rerun"}, FEW, {}),
+    "drop": (UNEVEN, None, {"capacity": 0.1, "overflow": "drop"}, FEW, {}),
+    "biases, no gate": (UNEVEN, MOST, {}, FEW, {"bias": True, "shared_gate": False}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_no_bit_depends_on_when_it_runs(four, folder, case):
+    counts, most, more, calls, options = case
+    for different, beside in four.run(same_bits, 2, most, folder, counts, more, calls, **options)[:2]:
         assert not different
         assert all(beside)
-        assert len(beside) == 2 * (len(CALLS) + 2)  # two of the calls run again in the backward pass
+        # calls that are recomputed run again in the backward pass
+        assert len(beside) == 2 * (len(calls) + sum("recomputed" in call for call in calls))
 
 
-@pytest.mark.parametrize(("settings", "dtype", "options"), [
-    ({"dispatch_dtype": FP8}, BF16, ()),
-    pytest.param({"combine_dtype": torch.float32}, BF16, (), marks=pytest.mark.slow),
-    pytest.param({"capacity": 1.0, "overflow": "rerun"}, torch.float32, (), marks=pytest.mark.slow),
-    ({"capacity": 0.1, "overflow": "drop"}, torch.float32, ()),
-    ({}, torch.float32, {"bias": True, "shared_gate": False}),
-], ids=["dispatch_dtype", "combine_dtype", "rerun", "drop", "biases, no gate"])  # fmt: skip
-def test_no_bit_depends_on_when_it_runs_with_settings(ranks, folder, settings, dtype, options):
-    calls = "plain", "statistics", "recomputed"
-    for most in (None, MOST):
-        for different, beside in ranks.run(same_bits, folder, TOKENS["uneven"], most, settings, calls, dtype, options):
-            assert not different
-            assert all(beside)
-            assert beside
-
-
-def fused(rank, folder):
+@on_each
+def fused(ep, folder):
     """The order in a step that computes while tokens travel, and what depends on it."""
-    stand_ins()
-    with fm.disabled(*{other for others in OVERLAPS.values() for other in others}):
-        order = events(layer(fm.ExpertParallel(engine="allgather", max_tokens=MOST), BF16), tokens(3 + rank, BF16))
-        return order, same_bits(rank, folder, TOKENS["uneven"], MOST, {}, ("plain", "recomputed"), BF16)
+    hopper.stand_ins()
+    with fm.disabled(*hopper.OTHERS):
+        order = events(layer(ep, BF16), tokens(3 + ep.rank, BF16))
+        return order, same_bits(ep.rank, 2, MOST, folder, UNEVEN, {}, FEW, BF16)
 
 
-def test_a_fused_step(tmp_path, folder):
-    alone = Ranks(tmp_path)  # processes that keep the stand-ins for kernels
-    try:
-        for order, (different, beside) in alone.run(fused, folder):
-            assert order == BESIDE
-            assert not different
-            assert all(beside)
-    finally:
-        alone.stop()
+def test_a_fused_step(hopper_ranks, folder):
+    for order, (different, beside) in hopper_ranks.run(fused, 2, MOST, folder)[:2]:
+        assert order == BESIDE
+        assert not different
+        assert all(beside)
+        assert beside
 
 
 class Failing(torch.nn.Module):
@@ -306,36 +282,25 @@ class Ranked(torch.nn.Module):
         return self.moe(x) - x
 
 
-def unusual(rank, folder):
+@in_group(size=2, settings=None)
+def test_errors_hooks_and_nested_layers(ep, folder):
     """Results with and without: after an error, with other tokens than those of the layer, and nested."""
-    different = []
-    with on_cpus(folder):
+    with hopper.on_cpus(folder):
         for name in ("allgather", "symmetric"):
-            ep = fm.ExpertParallel(engine=name, max_tokens=MOST)
-            made, x = layer(ep), tokens(4 * rank)
+            of = fm.ExpertParallel(ep.group, name, max_tokens=MOST)
+            made, hooked, nested, x = layer(of), doubled_tokens(layer(of)), layer(of), tokens(4 * ep.rank)
+            nested.shared = Ranked(of)
             shared = made.shared
             for _ in range(2):
                 made.shared = Failing()
                 with pytest.raises(ArithmeticError, match="in the shared expert"):
                     made(x)
-                assert ep._beside is None
+                assert of._beside is None
                 made.shared = shared
             results = []
             for context in (contextlib.nullcontext(), afterwards()):
                 with context:
-                    results.append([trained(made, x)])
-                    hooked = layer(ep)
-                    hooked.experts.dispatch.register_forward_pre_hook(lambda module, given: (2 * given[0], *given[1:]))
-                    results[-1].append(trained(hooked, x))
-                    nested = layer(ep)
-                    nested.shared = Ranked(ep)
-                    results[-1].append(trained(nested, x))
+                    results.append([trained(each, x) for each in (made, hooked, nested)])
             for got, want in zip(*results, strict=True):
-                different += [key for key, t in want.items() if not torch.equal(got[key], t)]
+                assert all(torch.equal(got[key], t) for key, t in want.items())
             assert not torch.equal(results[0][0]["y"], results[0][1]["y"]) or not len(x)
-    return different
-
-
-def test_errors_hooks_and_nested_layers(ranks, folder):
-    for different in ranks.run(unusual, folder):
-        assert not different

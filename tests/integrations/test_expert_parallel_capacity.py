@@ -1,121 +1,36 @@
-"""Ranks with fewer rows than slots: bounds that always hold, and what each policy does with slots that find no row."""
+"""Ranks with fewer rows than slots: what each policy does with slots that find no row. Ranks that have rows for all
+slots are in `test_expert_parallel_ranks`.
+"""
 
 import pytest
 import torch
-from torch import distributed as dist
+from kit.expert_parallel_ranks import E, H, bounds, moe, on_each, pair, randn, ranks_of, result
+from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 
-if not dist.is_available():
-    pytest.skip("torch is built without distributed", allow_module_level=True)
-
-from kit.two_ranks import Ranks
-
 pytestmark = pytest.mark.distributed
 
-EXPERTS, HIDDEN, INTERMEDIATE, CHOSEN = 8, 8, 6, 3
+CHOSEN = 3
 TOKENS = (96, 50, 0, 71)  # of each rank
+both_sizes = pytest.mark.parametrize("size", [2, 4])
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def ranks(request, tmp_path_factory):
-    started = Ranks(tmp_path_factory.mktemp("capacity"), request.param)
-    try:
-        yield started, request.param
-    finally:
-        started.stop()
+def rows_of(capacity, tokens, chosen):
+    return -(-int(capacity * tokens * chosen) // 128) * 128
 
 
-def on_all(ranks, function, *args):
-    started, size = ranks
-    return started.run(function, size, *args)
+def distinct(seed, tokens, chosen):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack([torch.randperm(E, generator=generator)[:chosen] for _ in range(tokens)])
 
 
-# ---- a layer of one process, and its part on a rank -----------------------------------------------------------------
+# ---- which slots find rows ------------------------------------------------------------------------------------------
 
 
-def layer_of_all(dtype=torch.float64):
-    torch.manual_seed(0)
-    return fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, dtype=dtype)
-
-
-def layer_of_rank(rank, size, ep, dtype=torch.float64):
-    whole, here = layer_of_all(dtype), EXPERTS // size
-    layer = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, dtype=dtype, expert_parallel=ep)
-    with torch.no_grad():
-        layer.router.weight.copy_(whole.router.weight)
-        for name in ("gate_up", "down"):
-            getattr(layer.experts, name).weight.copy_(getattr(whole.experts, name).weight[rank * here :][:here])
-    return layer
-
-
-def inputs(size, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    return [
-        (torch.randn(t, HIDDEN, generator=generator, dtype=torch.float64).to(dtype),
-         torch.randn(t, HIDDEN, generator=generator, dtype=torch.float64).to(dtype))
-        for t in TOKENS[:size]
-    ]  # fmt: skip
-
-
-def trained(layer, x, dy):
-    """The output and all gradients; a rank without tokens has zeros for those of its router."""
-    x = x.clone().requires_grad_()
-    layer.zero_grad()
-    y = layer(x)
-    y.backward(dy)
-    experts = layer.experts
-    return [y.detach(), x.grad, layer.router.weight.grad, experts.gate_up.weight.grad, experts.down.weight.grad]
-
-
-def of_one_process(size):
-    """The results of `trained` on each rank, computed by one process with all experts and all tokens."""
-    layer, of_ranks = layer_of_all(), inputs(size)
-    y, dx, drouter, *dexperts = trained(layer, *(torch.cat(parts) for parts in zip(*of_ranks, strict=True)))
-    counts = [len(x) for x, _ in of_ranks]
-    here = EXPERTS // size
-    per_rank = zip(y.split(counts), dx.split(counts), *(dw.split(here) for dw in dexperts), strict=True)
-    return [[y, dx, *dexperts] for y, dx, *dexperts in per_rank], drouter
-
-
-def assert_as_one_process(size, results):
-    wanted, drouter = of_one_process(size)
-    for (y, dx, _, *dexperts), want in zip(results, wanted, strict=True):
-        for got, exact in zip([y, dx, *dexperts], want, strict=True):
-            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(sum(r[2] for r in results), drouter, rtol=1e-12, atol=1e-13)
-    assert all(t.abs().sum() > 0 for t in wanted[0])
-
-
-# ---- the bound that always holds ------------------------------------------------------------------------------------
-
-
-def with_settings(rank, size, settings):
-    ep = fm.ExpertParallel(engine="allgather", **settings)
-    layer = layer_of_rank(rank, size, ep)
-    x, dy = inputs(size)[rank]
-    results = trained(layer, x, dy)
-    return results, ep.dropped(), str(layer.explain(x))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"max_tokens": 100}, {"capacity": 100.0}, {"capacity": 1.01, "overflow": "rerun"},
-     {"capacity": 0.25, "overflow": "rerun", "max_tokens": 96}],
-    ids=str,
-)  # fmt: skip
-def test_all_slots_have_rows(ranks, settings):
-    answers = on_all(ranks, with_settings, settings)
-    assert_as_one_process(ranks[1], [results for results, *_ in answers])
-    for _, dropped, explained in answers:
-        assert dropped == 0
-        assert ("overflow='rerun'): HOST SYNC" in explained) == ("overflow" in settings)
-
-
-def local_rows(rank, size, settings, index):
+@on_each
+def local_rows(ep, index):
     """The shape of the rows of a rank, and the provided values, for an empty chain of `Dispatch` and a grouped op."""
-    ep = fm.ExpertParallel(engine="allgather", **settings)
-    here = EXPERTS // size
     seen = []
 
     class Rows(fm.ops.Op):
@@ -125,55 +40,42 @@ def local_rows(rank, size, settings, index):
             seen.append((x.shape[0], *(v.clone() for v in values)))
             return x.clone()
 
-    x = torch.randn(index.shape[1], 4)
-    chain = fm.Sequential(fm.Dispatch(EXPERTS, expert_parallel=ep), Rows(), fm.Combine(None, expert_parallel=ep))
+    x, before = torch.randn(index.shape[1], 4), ep.dropped()
+    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), Rows(), fm.Combine(None, expert_parallel=ep))
     with torch.no_grad():
-        y = chain(x, expert_index=index[rank], expert_weight=torch.rand(index.shape[1:]))
-    return seen[-1], x, y, here, ep.dropped()
-
-
-def distinct(generator, tokens, chosen):
-    return torch.stack([torch.randperm(EXPERTS, generator=generator)[:chosen] for _ in range(tokens)])
+        y = chain(x, expert_index=index[ep.rank], expert_weight=torch.rand(index.shape[1:]))
+    return seen[-1], x, y, ep.dropped() - before
 
 
 @pytest.mark.parametrize(
-    ("chosen", "capacity", "rows"),
-    [(3, None, {2: 2 * 100 * 3, 4: 4 * 100 * 2}), (1, 1.0, {2: 128, 4: 128}), (3, 1.0, {2: 384, 4: 384}),
-     (3, 1.3, {2: 512, 4: 512}), (3, 9.0, {2: 600, 4: 800})],
+    ("size", "chosen", "capacity", "rows"),
+    [(2, 3, None, 2 * 100 * 3), (4, 3, None, 4 * 100 * 2), (2, 1, 1.0, 128), (4, 3, 1.0, 384), (2, 3, 1.3, 512),
+     (2, 3, 9.0, 600), (4, 3, 9.0, 800)],
 )  # fmt: skip
-def test_rows_follow_from_shapes(ranks, chosen, capacity, rows):
-    size = ranks[1]
-    generator = torch.Generator().manual_seed(2)
-    index = torch.stack([distinct(generator, 100, chosen) for _ in range(size)])
-    answers = on_all(ranks, local_rows, {"capacity": capacity, "overflow": "drop"}, index)
-    for rank, ((count, splits, *_), x, y, here, dropped) in enumerate(answers):
-        of_expert = [int((index == e).sum()) for e in range(rank * here, (rank + 1) * here)]
-        assert count == rows[size]
-        assert int(splits.sum()) == min(count, sum(of_expert))
+def test_rows_follow_from_shapes(four, size, chosen, capacity, rows):
+    index = distinct(2, size * 100, chosen).view(size, 100, chosen)
+    answers = four.run(local_rows, size, {"capacity": capacity, "overflow": "drop"}, index)[:size]
+    for rank, ((count, splits, *_), x, y, dropped) in enumerate(answers):
+        assert count == rows
+        assert int(splits.sum()) == min(count, int((index // (E // size) == rank).sum()))
         if not dropped:
             torch.testing.assert_close(y, chosen * x)
 
 
-# ---- slots that find no row -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["one expert", "sentinels", "random"])
-def test_the_last_experts_of_a_rank_lose_rows_first(ranks, kind):
-    size = ranks[1]
-    generator = torch.Generator().manual_seed(3)
-    index = torch.stack([distinct(generator, 300, 2) for _ in range(size)])
+@pytest.mark.parametrize(("size", "kind"), [(2, "one expert"), (2, "sentinels"), (4, "sentinels"), (4, "random")])
+def test_the_last_experts_of_a_rank_lose_rows_first(four, size, kind):
+    index = distinct(3, size * 300, 2).view(size, 300, 2)
     if kind == "one expert":
-        index[..., 0] = EXPERTS - 1
+        index[..., 0] = E - 1
         index[..., 1] = 0
     elif kind == "sentinels":
         index[:, ::3, 1] = -1
-        index[0, 5:50] = EXPERTS
-    capacity = 0.5
-    rows = -(-int(capacity * 300 * 2) // 128) * 128
-    answers = on_all(ranks, local_rows, {"capacity": capacity, "overflow": "drop"}, index)
+        index[0, 5:50] = E
+    rows, here = rows_of(0.5, 300, 2), E // size
+    answers = four.run(local_rows, size, {"capacity": 0.5, "overflow": "drop"}, index)[:size]
     flat = index.reshape(size * 300, 2)
     lost = torch.zeros_like(flat, dtype=torch.bool)
-    for rank, ((count, splits, probs, row_of_slot, slot_of_row, token_of_row), *_, here, _) in enumerate(answers):
+    for rank, ((count, splits, probs, row_of_slot, slot_of_row, token_of_row), *_) in enumerate(answers):
         experts = range(rank * here, (rank + 1) * here)
         order = [(t, k) for e in experts for t, k in (flat == e).nonzero().tolist()]
         assert count == rows
@@ -188,77 +90,75 @@ def test_the_last_experts_of_a_rank_lose_rows_first(ranks, kind):
         assert not probs[len(kept) :].any()
         for t, k in order[rows:]:
             lost[t, k] = True
-    valid = (flat >= 0) & (flat < EXPERTS)
-    counts = (valid & ~lost).sum(1).view(size, 300)
+    counts = ((flat >= 0) & (flat < E) & ~lost).sum(1).view(size, 300)
     assert lost.any()
     assert counts.any()
-    for (_, x, y, _, dropped), count in zip(answers, counts, strict=True):
+    for (_, x, y, dropped), count in zip(answers, counts, strict=True):
         torch.testing.assert_close(y, count[:, None] * x)
         assert dropped == int(lost.sum()), "every rank knows the number"
 
 
-def small_gradients(rank, size):
+@on_each
+def gradients_without_rows(ep):
     """A layer that drops slots, against one in which these slots are sentinels."""
-    ep = fm.ExpertParallel(capacity=0.4, overflow="drop", engine="allgather", max_tokens=200)
-    all_rows = fm.ExpertParallel(engine="allgather", max_tokens=200)
-    generator = torch.Generator().manual_seed(4)
-    index = distinct(generator, 200 * size, 2)
-    here = EXPERTS // size
-    limit = -(-int(0.4 * 200 * 2) // 128) * 128
+    index, here = distinct(4, 200 * ep.ranks, 2), E // ep.ranks
     kept = index.clone()
-    for r in range(size):
-        order = [
-            s for e in range(r * here, (r + 1) * here) for s in (index.flatten() == e).nonzero().flatten().tolist()
-        ]
-        kept.view(-1)[order[limit:]] = -1
+    for r in range(ep.ranks):
+        slots = [(index.flatten() == e).nonzero().flatten() for e in range(r * here, (r + 1) * here)]
+        kept.view(-1)[torch.cat(slots)[rows_of(0.4, 200, 2) :]] = -1
     assert not torch.equal(kept, index)
-    x0, w0 = torch.randn(200, HIDDEN, dtype=torch.float64), torch.rand(200, 2, dtype=torch.float64)
-    weight = torch.randn(here, 5, HIDDEN, dtype=torch.float64)
     results = []
-    for of, ids in ((ep, index), (all_rows, kept)):
-        x, w = x0.clone().requires_grad_(), w0.clone().requires_grad_()
-        fc = fm.GroupedLinear(here, HIDDEN, 5, bias=False, dtype=torch.float64)
-        with torch.no_grad():
-            fc.weight.copy_(weight)
+    for of, ids in ((ep, index), (ranks_of(ep.ranks, 200), kept)):
+        fc = fm.GroupedLinear(here, H, H, dtype=torch.float64)
+        fc.weight.data.copy_(randn(here, H, H, seed=5))
         chain = fm.Sequential(
-            fm.Dispatch(EXPERTS, expert_parallel=of), fc, fm.Scale("probs"), fm.Combine(None, expert_parallel=of)
+            fm.Dispatch(E, expert_parallel=of), fc, fm.Scale("probs"), fm.Combine(None, expert_parallel=of)
         )
-        y = chain(x, expert_index=ids.view(size, 200, 2)[rank], expert_weight=w)
-        y.square().sum().backward()
-        results.append([y.detach(), x.grad, w.grad, fc.weight.grad])
+        given = {"expert_index": ids.view(-1, 200, 2)[ep.rank], "expert_weight": randn(200, 2, seed=6).requires_grad_()}
+        found = result(chain, randn(200, H, seed=ep.rank), randn(200, H, seed=7), given)
+        results.append([*found.values(), fc.weight.grad])
     return results
 
 
-def test_gradients_are_those_of_sentinels(ranks):
-    for dropping, wanted in on_all(ranks, small_gradients):
+@both_sizes
+def test_gradients_are_those_of_sentinels(four, size):
+    settings = {"capacity": 0.4, "overflow": "drop", "max_tokens": 200}
+    for dropping, wanted in four.run(gradients_without_rows, size, settings)[:size]:
         for got, want in zip(dropping, wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
-            assert want.abs().sum() > 0
+            assert want.any()
 
 
-def raised(rank, size):
-    ep = fm.ExpertParallel(capacity=0.4, engine="allgather")
-    layer = layer_of_rank(rank, size, ep)
-    x, dy = inputs(size)[rank]
-    messages = []
+# ---- the policies ---------------------------------------------------------------------------------------------------
+
+
+def layer_and_tokens(ep):
+    _, layer = pair(ep, lambda ep: moe(ep, top_k=CHOSEN))
+    here = bounds(ep, TOKENS)
+    return layer, *(randn(sum(TOKENS), H, seed=seed)[here] for seed in (1, 2))
+
+
+@on_each
+def raised(ep):
+    messages, before = [], ep.dropped()
+    layer, x, dy = layer_and_tokens(ep)
     for _ in range(2):
         try:
-            trained(layer, x, dy)
+            result(layer, x, dy)
         except fm.InputError as error:
             messages.append(str(error))
     ep.check()  # the error was raised already
-    return messages, ep.dropped()
+    chosen = layer.router(randn(sum(TOKENS), H, seed=1)[: sum(TOKENS[: ep.ranks])]).expert_index
+    return (messages, ep.dropped() - before), chosen
 
 
-def test_every_rank_raises_the_same_error_in_the_same_call(ranks):
-    size = ranks[1]
-    (messages, dropped), *others = on_all(ranks, raised)
-    assert all(other == (messages, dropped) for other in others)
-    with torch.no_grad():
-        index = layer_of_all().router(torch.cat([x for x, _ in inputs(size)])).expert_index
-    here = EXPERTS // size
-    needed = [int(((index // here) == r).sum()) for r in range(size)]
-    limit = -(-int(0.4 * max(TOKENS[:size]) * CHOSEN) // 128) * 128
+@both_sizes
+def test_every_rank_raises_the_same_error_in_the_same_call(four, size):
+    (told, chosen), *others = four.run(raised, size, {"capacity": 0.4})[:size]
+    assert all(other == told for other, _ in others)
+    needed = [int((chosen // (E // size) == r).sum()) for r in range(size)]
+    limit = rows_of(0.4, max(TOKENS[:size]), CHOSEN)
+    messages, dropped = told
     assert len(messages) == 2
     assert messages[0] == messages[1]
     assert f"at most {limit} rows on each rank with capacity=0.4, got {max(needed)} rows" in messages[0]
@@ -266,54 +166,56 @@ def test_every_rank_raises_the_same_error_in_the_same_call(ranks):
     assert dropped == 2 * sum(max(0, n - limit) for n in needed)
 
 
-def checkpointed(rank, size):
-    ep = fm.ExpertParallel(capacity=0.4, overflow="drop", engine="allgather")
-    layer = layer_of_rank(rank, size, ep)
-    x, dy = inputs(size)[rank]
+@on_each
+def recomputed(ep):
+    layer, x, dy = layer_and_tokens(ep)
     counts = []
     with torch.inference_mode():
         layer(x)
-    for reentrant in (True, False):
+    for reentrant in (None, True, False):
         before = ep.dropped()
-        y = torch.utils.checkpoint.checkpoint(layer, x.clone().requires_grad_(), use_reentrant=reentrant)
-        y.backward(dy)
+        result(layer, x, dy, call=None if reentrant is None else lambda *a: checkpoint(*a, use_reentrant=reentrant))  # noqa: B023
+        layer.explain(x)
         counts.append(ep.dropped() - before)
-    before = ep.dropped()
-    trained(layer, x, dy)
-    layer.explain(x)
-    return counts, ep.dropped() - before
+    return counts
 
 
-def test_a_recomputed_call_counts_once(ranks):
-    for counts, of_call in on_all(ranks, checkpointed):
-        assert counts == [of_call, of_call]
+@both_sizes
+def test_a_recomputed_call_counts_once(four, size):
+    for of_call, *recomputed_calls in four.run(recomputed, size, {"capacity": 0.4, "overflow": "drop"})[:size]:
+        assert recomputed_calls == [of_call, of_call]
         assert of_call > 0
 
 
-def repeated_experts(rank, size, overflow):
+@on_each
+def repeated_experts(ep):
     """Tokens that choose one expert several times may need more rows than the bound."""
-    ep = fm.ExpertParallel(engine="allgather", capacity=1.0, overflow=overflow, max_tokens=64)
-    chosen = EXPERTS // size + 1
-    chain = fm.Sequential(fm.Dispatch(EXPERTS, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
+    chosen, before = E // ep.ranks + 1, ep.dropped()
+    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
     x = torch.randn(64, 4)
-    y = chain(x, expert_index=torch.zeros(64, chosen, dtype=torch.int8), expert_weight=torch.ones(64, chosen))
-    return x, y, chosen, ep.dropped()
+    given = {"expert_index": torch.zeros(64, chosen, dtype=torch.int8), "expert_weight": torch.ones(64, chosen)}
+    plan = str(chain.explain(x, **given))
+    return x, chain(x, **given), chosen, ep.dropped() - before, "overflow='rerun'): HOST SYNC" in plan
 
 
-def test_more_rows_than_the_bound(ranks):
-    size = ranks[1]
-    for x, y, chosen, dropped in on_all(ranks, repeated_experts, "rerun"):
-        torch.testing.assert_close(y, chosen * x)
-        assert dropped == 0
-    for x, _, chosen, dropped in on_all(ranks, repeated_experts, "drop"):
-        assert dropped == size * len(x) * chosen - -(-64 * chosen // 128) * 128
+@both_sizes
+@pytest.mark.parametrize("overflow", ["rerun", "drop"])
+def test_more_rows_than_the_bound(four, size, overflow):
+    settings = {"capacity": 1.0, "overflow": overflow, "max_tokens": 64}
+    for x, y, chosen, dropped, waits in four.run(repeated_experts, size, settings)[:size]:
+        assert waits is (overflow == "rerun")
+        if overflow == "rerun":
+            torch.testing.assert_close(y, chosen * x)
+        assert dropped == (0 if overflow == "rerun" else size * len(x) * chosen - rows_of(1.0, 64, chosen))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"capacity": 0}, "capacity: expected a positive number or None, got 0"),
-     ({"overflow": "clip"}, "overflow: expected one of 'raise', 'rerun', 'drop', got 'clip'")],
-)  # fmt: skip
-def test_wrong_settings(mesh, settings, message):
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"capacity": 0}, "capacity: expected a positive number or None, got 0"),
+    ({"overflow": "clip"}, "overflow: expected one of 'raise', 'rerun', 'drop', got 'clip'"),
+    ({"combine_dtype": torch.float16}, r"combine_dtype: expected torch.float32 or None, got torch.float16"),
+    ({"dispatch_dtype": torch.int8}, r"dispatch_dtype: expected torch.float8_e4m3fn or None, got torch.int8"),
+])  # fmt: skip
+@pytest.mark.usefixtures("mesh")
+def test_wrong_settings(settings, message):
     with pytest.raises(fm.InputError, match=message):
         fm.ExpertParallel(**settings)

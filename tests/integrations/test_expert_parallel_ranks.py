@@ -2,11 +2,12 @@
 
 import copy
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
+from kit.compare import assert_bitwise, pairwise
 from kit.expert_parallel_ranks import (
-    RANKS,
     E,
     H,
     I,
@@ -18,15 +19,20 @@ from kit.expert_parallel_ranks import (
     check,
     compared,
     engine,
+    experts,
+    in_group,
     moe,
     on_each,
     outcomes,
     pair,
     randn,
+    ranks_of,
+    result,
+    routes,
     shard_of,
     summed_gradients,
 )
-from test_weight_cache_two_ranks import Counted
+from kit.two_ranks import Counted
 from torch import distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -36,224 +42,13 @@ from fusedmoe.layers.moe import Routing
 from fusedmoe.numerics import recipes
 from fusedmoe.numerics.formats import Delayed
 
-if not dist.is_available():
-    pytest.skip("torch is built without distributed", allow_module_level=True)
-
 pytestmark = pytest.mark.distributed
 
 EVEN, UNEVEN, EMPTY_RANK, ALL_EMPTY = (6, 6, 6, 6), (5, 1, 9, 3), (0, 7, 0, 4), (0, 0, 0, 0)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    """Four processes of one gloo group."""
-    from kit.two_ranks import Ranks
-
-    started = Ranks(tmp_path_factory.mktemp("ranks"), RANKS)
-    try:
-        yield started
-    finally:
-        started.stop()
-
-
+MANY = (96, 50, 0, 71)  # more rows than a block of a rank's capacity
 both_sizes = pytest.mark.parametrize("size", [2, 4])
-slow = pytest.mark.slow
 
-# ---- tokens and routers ---------------------------------------------------------------------------------------------
-
-
-@on_each
-def layer(ep, tokens, options=(), **others):
-    check(ep, lambda ep: moe(ep, **dict(options)), tokens[: ep.ranks], **others)
-
-
-@both_sizes
-@pytest.mark.parametrize("max_tokens", [None, 9])
-@pytest.mark.parametrize("tokens", [EVEN, UNEVEN, EMPTY_RANK, ALL_EMPTY], ids=str)
-def test_numbers_of_tokens(four, size, max_tokens, tokens):
-    four.run(layer, size, max_tokens, tokens)
-
-
-CLAMPED = {"limit": 1.5, "alpha": 1.702, "offset": 1.0}
-LAYERS = {
-    "softmax of the chosen": {"score": "topk_softmax", "router_bias": True},
-    "not renormalized, scaled": {"renormalize": False, "scale": 2.5},
-    "sigmoid": {"score": "sigmoid", "scale": 2.5},
-    "groups, sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 2},
-    "groups, softmax": {"num_groups": 4, "top_groups": 2, "renormalize": False},
-    "balance bias, softmax": {"balance_bias": True},
-    "biases": {"bias": True, "router_bias": True},
-    "clamped": {"activation": fm.SwiGLU(**CLAMPED), "bias": True, "score": "topk_softmax", "router_bias": True},
-    "squared_relu": {"activation": "squared_relu"},
-    "geglu": {"activation": "geglu"},
-    "reglu": {"activation": "reglu", "bias": True},
-    "shared": {"shared_intermediate": 6},
-    "shared, gated": {"shared_intermediate": 6, "shared_gate": True, "bias": True},
-    "one expert per token": {"top_k": 1, "renormalize": False},
-    "all experts": {"top_k": E},
-}
-
-
-@both_sizes
-@pytest.mark.parametrize("name", LAYERS)
-def test_kinds_of_layers(four, size, name):
-    four.run(layer, size, None, UNEVEN, LAYERS[name])
-
-
-def test_a_group_of_one_rank(four):
-    for max_tokens in (None, 9):
-        four.run(layer, 1, max_tokens, UNEVEN, LAYERS["shared, gated"])
-
-
-@on_each
-def to_the_experts_of_one_rank(ep, favoured):
-    whole, local = pair(ep, partial(moe, balance_bias=True))
-    here = E // ep.ranks
-    for routed in (whole, local):
-        routed.router.balance_bias[favoured * here : favoured * here + here] += 5  # so the K of each token are there
-    tokens = UNEVEN[: ep.ranks]
-    index = whole.router(randn(sum(tokens), H, seed=1)).expert_index
-    assert (index // here == favoured).all()
-    compared(*outcomes(ep, whole, local, tokens))
-
-
-@both_sizes
-@pytest.mark.parametrize("favoured", [0, 1])
-def test_all_tokens_go_to_the_experts_of_one_rank(four, size, favoured):
-    four.run(to_the_experts_of_one_rank, size, None, favoured)
-
-
-# ---- ops by themselves ----------------------------------------------------------------------------------------------
-
-
-class Doubled(nn.Module):
-    """Not an op: it splits the chain."""
-
-    def forward(self, x):
-        return 2 * x
-
-
-class Squashed(nn.Module):
-    """Not zero for zero rows."""
-
-    def forward(self, x):
-        return torch.cos(x)
-
-
-def experts(ep, weights, foreign=()):
-    here = E if ep is None else E // ep.ranks
-    scaled = [fm.Scale("probs")] if weights is None else []
-    ops = [
-        fm.Dispatch(E, expert_parallel=ep),
-        fm.GroupedLinear(here, H, 2 * I, bias=weights is not None),
-        fm.SwiGLU(),
-        *scaled,
-        fm.GroupedLinear(here, I, H, bias=weights is not None),
-        fm.Combine(weights, expert_parallel=ep),
-    ]
-    for place in sorted(foreign, reverse=True):
-        ops.insert(place, Squashed() if place % 2 else Doubled())
-    return fm.Sequential(*ops)
-
-
-def routes(tokens, sentinels, dtype=torch.int64, wants=True):
-    """Runtime inputs for `outcomes`: chosen experts, of which some may be none, and their weights."""
-    total = sum(tokens)
-    generator = torch.Generator().manual_seed(3)
-    index = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(total)] or [torch.zeros(K)])
-    index, weight = index[:total].to(dtype), randn(total, K, seed=4)
-    if sentinels:
-        index[::3, 0], index[1::4], index[2::4, 1] = -1, E, 100  # some tokens have none
-
-    def inputs(rows):
-        return {"expert_index": index[rows], "expert_weight": weight[rows].clone().requires_grad_(wants)}
-
-    return inputs
-
-
-@on_each
-def sequential(ep, tokens, weights, sentinels, foreign=(), hooked=(), index_dtype=torch.int64, **others):
-    tokens = tokens[: ep.ranks]
-    calls = []
-
-    def make(ep):
-        made = experts(ep, weights, foreign)
-        for place in hooked:
-            made[place].register_forward_hook(lambda module, given, out: calls.append(type(module).__name__))
-        return made
-
-    check(ep, make, tokens, inputs=routes(tokens, sentinels, index_dtype), **others)
-    assert len(calls) == 2 * len(hooked)
-
-
-@both_sizes
-@pytest.mark.parametrize("max_tokens", [None, 9])
-@pytest.mark.parametrize("sentinels", [False, True])
-@pytest.mark.parametrize("weights", [None, "probs"])
-def test_ops(four, size, max_tokens, sentinels, weights):
-    four.run(sequential, size, max_tokens, UNEVEN, weights, sentinels)
-
-
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
-def test_types_of_expert_ids(four, dtype):
-    sentinels = dtype is not torch.uint8
-    four.run(sequential, 2, None, UNEVEN, None, sentinels, index_dtype=dtype)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 9])
-@pytest.mark.parametrize("weights", [None, "probs"])
-@pytest.mark.parametrize("foreign", [(0,), (1,), (2,), (3,), (-1,), (1, 3)], ids=str)
-def test_other_modules_in_the_chain(four, max_tokens, weights, foreign):
-    last = 6 + (weights is None)
-    places = tuple(place % last for place in foreign)
-    four.run(sequential, 2, max_tokens, UNEVEN, weights, True, places)
-
-
-@pytest.mark.parametrize("max_tokens", [None, 9])
-@pytest.mark.parametrize("weights", [None, "probs"])
-@pytest.mark.parametrize("hooked", [(0,), (-1,), (0, -1), (1,), (0, 1, 2, 3, 4, -1)], ids=str)
-def test_hooks_on_ops(four, max_tokens, weights, hooked):
-    four.run(sequential, 2, max_tokens, UNEVEN, weights, True, hooked=hooked)
-
-
-@on_each
-def hooked_layer(ep, names, tokens, kind):
-    calls = []
-
-    def make(ep):
-        made = moe(ep, bias=kind == "biases")
-        for name in names:
-            made.get_submodule(name).register_forward_hook(lambda module, given, out: calls.append(None))
-        return made
-
-    check(ep, make, tokens[: ep.ranks])
-    assert len(calls) == 2 * len(names)
-
-
-@pytest.mark.parametrize("names", [
-    ("router",), ("experts",), ("experts.dispatch",), ("experts.combine",), ("experts.dispatch", "experts.combine"),
-    ("router", "experts.down"),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("max_tokens", [None, 9])
-def test_hooks_in_a_layer(four, names, max_tokens):
-    four.run(hooked_layer, 2, max_tokens, names, UNEVEN, "biases")
-    four.run(hooked_layer, 2, max_tokens, names, EMPTY_RANK, "none")
-
-
-@on_each
-def under_a_global_hook(ep):
-    calls = []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: calls.append(type(module)))
-    try:
-        check(ep, partial(moe, bias=True), UNEVEN[: ep.ranks])
-    finally:
-        handle.remove()
-    assert calls.count(fm.Dispatch) == calls.count(fm.Combine) == 2
-
-
-@pytest.mark.parametrize("max_tokens", [None, 9])
-def test_a_global_hook(four, max_tokens):
-    four.run(under_a_global_hook, 2, max_tokens)
+# ---- one table of layers --------------------------------------------------------------------------------------------
 
 
 class OwnRouter(nn.Module):
@@ -269,197 +64,10 @@ class OwnRouter(nn.Module):
         return Routing(index, weight, logits, logits.softmax(-1))
 
 
-@on_each
 def with_its_own_router(ep):
-    def make(ep):
-        made = moe(ep)
-        made.router = OwnRouter()
-        return made
-
-    check(ep, make, UNEVEN[: ep.ranks])
-
-
-def test_another_router(four):
-    four.run(with_its_own_router, 2, None)
-    four.run(with_its_own_router, 4, 9)
-
-
-# ---- what may be around a call --------------------------------------------------------------------------------------
-
-
-@on_each
-def without_gradients(ep, how):
-    whole, local = pair(ep, moe)
-    tokens = UNEVEN[: ep.ranks]
-    x = randn(sum(tokens), H, seed=1)
-    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
-        y, want = local(x[bounds(ep, tokens)]), whole(x)[bounds(ep, tokens)]
-    compared({"y": y}, {"y": want})
-    assert want.abs().min() > 0
-
-
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
-def test_without_gradients(four, how):
-    four.run(without_gradients, 2, None, how)
-    four.run(without_gradients, 4, 9, how)
-
-
-@on_each
-def x_without_a_gradient(ep):
-    tokens = UNEVEN[: ep.ranks]
-    with engine(ep, Recording) as recorded:
-        check(ep, moe, tokens, x_grad=False)
-    rows = ep.ranks * (ep.max_tokens or max(tokens))
-    assert recorded.log[-1] == ("exchange", [((rows, K), torch.float64)])  # the gradient of the routing weights alone
-
-
-def test_tokens_that_want_no_gradient(four):
-    four.run(x_without_a_gradient, 2, None)
-    four.run(x_without_a_gradient, 4, 9)
-
-
-@on_each
-def router_without_a_gradient(ep):
-
-    for weights in (None, "probs"):
-        with engine(ep, Recording) as recorded:
-            check(ep, partial(experts, weights=weights), UNEVEN[: ep.ranks], inputs=routes(UNEVEN, False, wants=False))
-        (sizes,) = recorded.log[-1][1:]
-        assert [shape[1:] for shape, _ in sizes] == [(H,)]
-
-
-def test_routing_weights_that_want_no_gradient(four):
-    four.run(router_without_a_gradient, 2, None)
-
-
-@on_each
-def unread_weights(ep):
-    """Neither `Scale` nor `Combine` reads the routing weights."""
-
-    def make(ep):
-        return fm.Sequential(*[op for op in experts(ep, None) if not isinstance(op, fm.Scale)])
-
-    with engine(ep, Recording) as recorded:
-        whole, local = pair(ep, make)
-        given = routes(UNEVEN, False)(slice(0, 3))
-        results = []
-        for made in (whole, local):
-            x = randn(3, H, seed=1).requires_grad_()
-            weight = given["expert_weight"].detach().clone().requires_grad_()
-            made(x, expert_index=given["expert_index"], expert_weight=weight).square().sum().backward()
-            results.append({"x": x.grad, "weight": weight.grad})
-    want, got = results
-    assert want["weight"] is None
-    compared(got, want)
-    assert recorded.log[-1][0] == "exchange"
-
-
-def test_routing_weights_that_nothing_reads(four):
-    four.run(unread_weights, 2, None)
-
-
-@on_each
-def experts_alone(ep, frozen):
-    """Gradients that only one of the two kinds of weights wants."""
-
-    def make(ep):
-        made = moe(ep)
-        for name in frozen:
-            made.get_submodule(name).requires_grad_(False)
-        return made
-
-    check(ep, make, UNEVEN[: ep.ranks], x_grad=False)
-
-
-@pytest.mark.parametrize("frozen", [("router",), ("experts",), ("router", "experts.gate_up")], ids=str)
-def test_frozen_parameters(four, frozen):
-    four.run(experts_alone, 2, None, frozen)
-
-
-def in_sequences(layer, x):
-    """Tokens of shape (sequences, length, H)."""
-    y = layer(x.unflatten(0, (-1, 3)))
-    assert y.dim() == 3
-    return y
-
-
-@on_each
-def sequences(ep):
-    check(ep, partial(moe, shared_intermediate=6), (6, 3, 0, 9)[: ep.ranks], call=in_sequences)
-
-
-def test_tokens_in_sequences(four):
-    four.run(sequences, 4, None)
-
-
-@on_each
-def strided(ep):
-    """Neither tokens nor gradients are contiguous."""
-
-    def call(layer, x):
-        return layer(x.repeat_interleave(2, 1)[:, ::2]).T.contiguous().T
-
-    check(ep, moe, UNEVEN[: ep.ranks], call=call)
-
-
-def test_tensors_that_are_not_contiguous(four):
-    four.run(strided, 2, None)
-
-
-@on_each
-def statistics(ep, options, tokens):
-    """Losses and load are those of a rank's own tokens; their gradients too."""
-    whole, local = pair(ep, partial(moe, **options))
-    tokens = tokens[: ep.ranks]
-    x_AH, dy_AH = randn(sum(tokens), H, seed=1), randn(sum(tokens), H, seed=2)
-
-    def loss_of(stats, rank):
-        return (1 + rank) * stats.load_balancing_loss + 0.5 * stats.z_loss
-
-    x = x_AH.clone().requires_grad_()
-    loss = (whole(x) * dy_AH).sum()
-    of_ranks = [whole.router.stats(whole.router(part)) for part in x.split(tokens)]
-    (loss + sum(loss_of(stats, rank) for rank, stats in enumerate(of_ranks))).backward()
-    want = {"x": x.grad[bounds(ep, tokens)]} | of_ranks[ep.rank]._asdict()
-    mine = x_AH[bounds(ep, tokens)].clone().requires_grad_()
-    y, stats = local(mine, return_stats=True)
-    ((y * dy_AH[bounds(ep, tokens)]).sum() + loss_of(stats, ep.rank)).backward()
-    got = {"x": mine.grad} | stats._asdict() | summed_gradients(ep, whole, local)
-    assert int(stats.load.sum()) == mine.shape[0] * K
-    total = ep.sum_over_ranks(stats.load)
-    theirs = dict(whole.named_parameters())
-    want |= {name: shard_of(ep, theirs[name].grad, p) for name, p in local.named_parameters()}
-    compared(got, want)
-    assert torch.equal(total, whole(x_AH, return_stats=True)[1].load)
-
-
-@both_sizes
-@pytest.mark.parametrize(
-    "options", [{}, {"score": "sigmoid"}, {"score": "topk_softmax", "shared_intermediate": 4}], ids=str
-)
-def test_statistics(four, size, options):
-    four.run(statistics, size, None, options, UNEVEN)
-    four.run(statistics, size, 9, options, EMPTY_RANK)
-
-
-@on_each
-def only_the_losses(ep):
-    """The loss of rank 0 reads the statistics alone, and that of the others not: all exchange gradients alike."""
-    whole, local = pair(ep, moe)
-    tokens = UNEVEN[: ep.ranks]
-    x_AH, dy_AH = randn(sum(tokens), H, seed=1), randn(sum(tokens), H, seed=2)
-    here, alone = bounds(ep, tokens), tokens[0]
-    (whole(x_AH)[alone:] * dy_AH[alone:]).sum().backward()
-    stats = whole.router.stats(whole.router(x_AH[:alone]))
-    (stats.load_balancing_loss + stats.z_loss).backward()
-    y, stats = local(x_AH[here], return_stats=True)
-    ((y * dy_AH[here]).sum() if ep.rank else stats.load_balancing_loss + stats.z_loss).backward()
-    got, theirs = summed_gradients(ep, whole, local), dict(whole.named_parameters())
-    compared(got, {name: shard_of(ep, theirs[name].grad, t) for name, t in got.items()})
-
-
-def test_a_loss_of_the_statistics_alone(four):
-    four.run(only_the_losses, 2, None)
+    made = moe(ep)
+    made.router = OwnRouter()
+    return made
 
 
 class Model(nn.Module):
@@ -476,11 +84,6 @@ class Model(nn.Module):
         return self.layers[0](x) + self.beside(x)  # the first layer again
 
 
-@on_each
-def several_layers(ep, tokens):
-    check(ep, Model, tokens[: ep.ranks])
-
-
 def in_one_chain(ep):
     """The ops of two layers in one Sequential."""
     here = E if ep is None else E // ep.ranks
@@ -493,238 +96,19 @@ def in_one_chain(ep):
     return fm.Sequential(*ops)
 
 
-@on_each
-def two_layers_in_one_chain(ep, tokens):
-    check(ep, in_one_chain, tokens[: ep.ranks])
-
-
-@pytest.mark.parametrize(("size", "max_tokens"), [(2, None), (4, 9), pytest.param(4, None, marks=slow)])
-@pytest.mark.parametrize("tokens", [UNEVEN, EMPTY_RANK], ids=str)
-def test_several_layers(four, size, max_tokens, tokens):
-    four.run(several_layers, size, max_tokens, tokens)
-    four.run(two_layers_in_one_chain, size, max_tokens, tokens)
-
-
-@on_each
-def poisoned(ep, make, tokens, **options):
-    with engine(ep, Poisoned):
-        check(ep, make, tokens[: ep.ranks], **options)
-
-
-@on_each
-def without_unwanted_rows(ep, make, tokens, **options):
-    with engine(ep, Selective) as used:
-        check(ep, make, tokens[: ep.ranks], **options)
-    return used.unwanted
-
-
-@both_sizes
-def test_rows_that_a_rank_does_not_want_are_not_read(four, size):
-    for make in (moe, partial(moe, bias=True), partial(moe, score="sigmoid", shared_intermediate=4)):
-        for tokens, most in ((UNEVEN, 12), (EMPTY_RANK, None)):
-            counts = four.run(without_unwanted_rows, size, most, make, tokens)[:size]
-            assert min(counts) > 0
-
-
-@on_each
-def poisoned_ops(ep, tokens, weights, hooked):
-    def make(ep):
-        made = experts(ep, weights)
-        for place in hooked:
-            made[place].register_forward_hook(lambda module, given, out: None)
-        return made
-
-    with engine(ep, Poisoned):
-        check(ep, make, tokens[: ep.ranks], inputs=routes(tokens[: ep.ranks], True))
-
-
-@both_sizes
-def test_padding_rows_may_hold_anything(four, size):
-    for make in (moe, partial(moe, bias=True), partial(moe, score="sigmoid", shared_intermediate=4)):
-        four.run(poisoned, size, 12, make, UNEVEN)
-        four.run(poisoned, size, None, make, EMPTY_RANK)
-    for weights in (None, "probs"):
-        for hooked in ((), (0,), (-1,), (1, 2)):
-            four.run(poisoned_ops, size, 12, UNEVEN, weights, hooked)
-
-
-@on_each
-def nan_in_a_token(ep):
-    """NaN stays in its token: other tokens of its rank and of other ranks do not see it."""
-    whole, local = pair(ep, moe)
-    tokens = UNEVEN[: ep.ranks]
-    x_AH = randn(sum(tokens), H, seed=1)
-    bad = 2
-    x_AH[bad] = float("nan")
-    want, got = whole(x_AH)[bounds(ep, tokens)], local(x_AH[bounds(ep, tokens)])
-    compared({"y": got}, {"y": want}, equal_nan=True)
-    assert got.isnan().any(1).sum() == (ep.rank == 0)
-
-
-def test_nan_stays_in_its_token(four):
-    four.run(nan_in_a_token, 2, None)
-
-
-@on_each
-def checkpointed(ep, reentrant, make, tokens):
-    call = lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)  # noqa: E731
-    with engine(ep, Recording) as recorded:
-        check(ep, make, tokens[: ep.ranks], call=call)
-    return recorded.log
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize(
-    ("size", "max_tokens"), [(2, None), (4, 9), *[pytest.param(*c, marks=slow) for c in [(2, 9), (4, None)]]]
-)
-def test_activation_checkpointing(four, size, reentrant, max_tokens):
-    for make in (moe, partial(Model, layers=2)):
-        logs = four.run(checkpointed, size, max_tokens, reentrant, make, EMPTY_RANK)
-        assert all(log == logs[0] for log in logs[:size])
-        gathers = [entry[0] for entry in logs[0]].count("gather")
-        assert gathers % 3 == 0  # tokens, tokens again, gradients
-        assert gathers > 0
-
-
-@on_each
-def retained(ep):
-    def call(layer, x):
-        y = layer(x)
-        y.sum().backward(retain_graph=True)
-        return y
-
-    check(ep, moe, UNEVEN[: ep.ranks], call=call)
-
-
-def test_two_backward_passes_of_one_call(four):
-    four.run(retained, 2, None)
-
-
-@on_each
-def autocast(ep):
-    def call(layer, x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return layer(x).float()
-
-    whole, local = pair(ep, moe, torch.float32)
-    got, want = outcomes(ep, whole, local, UNEVEN[: ep.ranks], call=call, dtype=torch.float32)
-    for name, theirs in want.items():
-        assert (got[name] - theirs).norm() <= 0.02 * theirs.norm(), name
-
-
-def test_autocast(four):
-    four.run(autocast, 2, None)
-    four.run(autocast, 4, 9)
-
-
-# ---- other features -------------------------------------------------------------------------------------------------
-
-
-@on_each
-def second_derivatives(ep):
-    layer, x = moe(ep).double(), randn(3, H, seed=1).requires_grad_()
-    (first,) = torch.autograd.grad(layer(x).sum(), x)
-    assert first.abs().sum() > 0
-    with pytest.raises(
-        RuntimeError, match=r"dispatch.gather exchanges tensors with other ranks, which autograd cannot"
-    ):
-        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
-
-
-def test_second_derivatives_are_refused(four):
-    four.run(second_derivatives, 2, None)
-
-
-@on_each
-def errors_in_bf16(ep):
-    """The error of each tensor against fp64: of the ranks, and of one process."""
-    tokens = UNEVEN[: ep.ranks]
-    whole, local = pair(ep, partial(moe, shared_intermediate=4), torch.bfloat16)
-    exact, _ = pair(ep, partial(moe, shared_intermediate=4))
-    exact.load_state_dict(whole.state_dict())
-    got, want = outcomes(ep, whole, local, tokens, dtype=torch.bfloat16)
-    x_AH = randn(sum(tokens), H, seed=1, dtype=torch.bfloat16).double()
-    x, dy_AH = x_AH.requires_grad_(), randn(sum(tokens), H, seed=2, dtype=torch.bfloat16).double()
-    y = exact(x)
-    (y * dy_AH).sum().backward()
-    here, theirs = bounds(ep, tokens), dict(exact.named_parameters())
-    truth = {"y": y.detach()[here], "x": x.grad[here]}
-    truth |= {name: shard_of(ep, theirs[name].grad, p) for name, p in local.named_parameters()}
-    return {
-        name: [((t[name].double() - true).norm() / true.norm()).item() for t in (got, want)]
-        for name, true in truth.items()
-    }
-
-
-@both_sizes
-def test_bf16_is_as_exact_as_one_process(four, size):
-    """Another rounding for each rank's part of a sum, and for each rank's part of a replicated parameter's gradient."""
-    for of_rank in four.run(errors_in_bf16, size, None)[:size]:
-        for name, (ranks, one) in of_rank.items():
-            assert 0 < one < 0.02, name
-            assert ranks < 1.5 * one + 2**-8, name
-
-
-@on_each
-def trained(ep, make, steps=6):
-    """Train with SGD and loss-free balancing; return the bias of each router, and compare with one process."""
-    whole, local = pair(ep, make)
-    before = copy.deepcopy([routed.router.balance_bias for routed in local])
-    optimizers = [torch.optim.SGD(made.parameters(), lr=1e-3) for made in (whole, local)]
-    for step in range(steps):
-        tokens = tuple((3 * step + 5 * rank) % 11 for rank in range(ep.ranks))
-        x_AH = randn(sum(tokens), H, seed=step)
-        for made, optimizer, rows in zip(
-            (whole, local), optimizers, (slice(0, sum(tokens)), bounds(ep, tokens)), strict=True
-        ):
-            x, loads = x_AH[rows], []
-            for routed in made:
-                y, stats = routed(x, return_stats=True)
-                loads.append(stats.load)
-                x = x + torch.tanh(y)
-            (x - x_AH[rows].roll(1, -1)).square().sum().backward()
-            if made is local:
-                theirs = dict(whole.named_parameters())
-                for name, p in local.named_parameters():
-                    if p.shape == theirs[name].shape:
-                        p.grad = ep.sum_over_ranks(p.grad)
-                loads = [ep.sum_over_ranks(load) for load in loads]
-            optimizer.step()
-            optimizer.zero_grad()
-            for routed, load in zip(made, loads, strict=True):
-                routed.router.update_bias(load, rate=0.05)
-    theirs = whole.state_dict()
-    compared(local.state_dict(), {name: shard_of(ep, theirs[name], t) for name, t in local.state_dict().items()})
-    return [routed.router.balance_bias for routed in local], before
-
-
-def two_layers(ep):
-    return nn.ModuleList([moe(ep, score="sigmoid"), moe(ep, balance_bias=True, shared_intermediate=4)])
-
-
-@pytest.mark.parametrize(("size", "max_tokens"), [(2, None), (4, 11)])
-def test_training_with_loss_free_balancing(four, size, max_tokens):
-    (first, before), *others = four.run(trained, size, max_tokens, two_layers)[:size]
-    for other, _ in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=0)
-    assert all((after - bias).abs().max() >= 0.05 for after, bias in zip(first, before, strict=True))
-
-
-@on_each
 def copied(ep):
-    def make(ep):
-        made = moe(ep)
-        made(randn(2, H, seed=0).float())  # it has plans
-        again = copy.deepcopy(made)
-        assert again.expert_parallel is made.expert_parallel
-        return again
-
-    check(ep, make, UNEVEN[: ep.ranks])
+    made = moe(ep)
+    made(randn(2, H, seed=0).float())  # it has plans
+    again = copy.deepcopy(made)
+    assert again.expert_parallel is made.expert_parallel
+    return again
 
 
-def test_a_copy_of_a_layer(four):
-    four.run(copied, 2, None)
-    four.run(copied, 4, 9)
+def frozen(ep, names):
+    made = moe(ep)
+    for name in names:
+        made.get_submodule(name).requires_grad_(False)
+    return made
 
 
 def adapted(ep):
@@ -735,19 +119,322 @@ def adapted(ep):
     return made
 
 
+def in_sequences(layer, x):
+    """Tokens of shape (sequences, length, H)."""
+    y = layer(x.unflatten(0, (-1, 3)))
+    assert y.dim() == 3
+    return y
+
+
+def not_contiguous(layer, x):
+    """Neither tokens nor gradients."""
+    return layer(x.repeat_interleave(2, 1)[:, ::2]).T.contiguous().T
+
+
+def twice_backward(layer, x):
+    y = layer(x)
+    y.sum().backward(retain_graph=True)
+    return y
+
+
+def in_autocast(layer, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return layer(x).float()
+
+
+def under_mxfp8(layer, x):
+    with fm.recipe("mxfp8"):
+        return layer(x)
+
+
+LAYERS = {
+    "softmax of the chosen": {"score": "topk_softmax", "router_bias": True},
+    "not renormalized, scaled": {"renormalize": False, "scale": 2.5},
+    "sigmoid": {"score": "sigmoid", "scale": 2.5},
+    "groups, sigmoid": {"score": "sigmoid", "num_groups": 4, "top_groups": 2},
+    "groups, softmax": {"num_groups": 4, "top_groups": 2, "renormalize": False},
+    "balance bias": {"balance_bias": True},
+    "biases": {"bias": True, "router_bias": True},
+    "clamped": {"activation": fm.SwiGLU(limit=1.5, alpha=1.702, offset=1.0), "bias": True, "score": "topk_softmax"},
+    "squared_relu": {"activation": "squared_relu"},
+    "geglu": {"activation": "geglu"},
+    "shared": {"shared_intermediate": 6, "shared_gate": True, "bias": True},
+    "one expert per token": {"top_k": 1, "renormalize": False},
+    "all experts": {"top_k": E},
+}
+three = partial(moe, top_k=3)
+scaled, combined = partial(experts, weights=None), partial(experts, weights="probs")
+ROUTED = {"routed": {}}
+# ranks, settings, layer, tokens of each rank, and options of `layer` below
+CASES = {
+    **{
+        f"{tokens}, at most {most}, {size}": (size, most, moe, tokens)
+        for tokens, most, size in pairwise((EVEN, UNEVEN, EMPTY_RANK, ALL_EMPTY), (None, 9), (2, 4))
+    },
+    **{
+        name: (size, None, partial(moe, **options), UNEVEN)
+        for size, (name, options) in zip(cycle((4, 2)), LAYERS.items(), strict=False)
+    },
+    "a group of one": (1, None, partial(moe, shared_intermediate=6, bias=True), UNEVEN),
+    "a group of one, max_tokens": (1, 9, moe, UNEVEN),
+    "another router": (4, 9, with_its_own_router, UNEVEN),
+    "several layers": (2, None, Model, UNEVEN),
+    "several layers, max_tokens": (4, 9, Model, EMPTY_RANK),
+    "one chain": (2, None, in_one_chain, EMPTY_RANK),
+    "one chain, max_tokens": (4, 9, in_one_chain, UNEVEN),
+    "a copy": (4, 9, copied, UNEVEN),
+    "LoRA": (2, None, adapted, UNEVEN),
+    "LoRA, x without a gradient": (4, 9, adapted, EMPTY_RANK, {"x_grad": False}),
+    "frozen router": (2, None, partial(frozen, names=("router",)), UNEVEN, {"x_grad": False}),
+    "frozen experts": (2, None, partial(frozen, names=("experts",)), UNEVEN, {"x_grad": False}),
+    "frozen gate_up": (2, None, partial(frozen, names=("router", "experts.gate_up")), UNEVEN, {"x_grad": False}),
+    "sequences": (4, None, partial(moe, shared_intermediate=6), (6, 3, 0, 9), {"call": in_sequences}),
+    "not contiguous": (2, None, moe, UNEVEN, {"call": not_contiguous}),
+    "two backward passes": (2, None, moe, UNEVEN, {"call": twice_backward}),
+    "autocast": (2, None, moe, UNEVEN, {"call": in_autocast, "dtype": torch.float32, "within": 0.02}),
+    "autocast, max_tokens": (4, 9, moe, UNEVEN, {"call": in_autocast, "dtype": torch.float32, "within": 0.02}),
+    "a recipe": (4, 9, moe, EMPTY_RANK, {"call": under_mxfp8, "dtype": torch.float32, "within": 1e-3}),
+    "bf16": (2, None, partial(moe, shared_intermediate=4), UNEVEN, {"dtype": torch.bfloat16, "within": 0.02}),
+    "bf16, four ranks": (4, None, moe, UNEVEN, {"dtype": torch.bfloat16, "within": 0.02}),
+    # the ops by themselves
+    **{
+        f"{weights}, sentinels {sentinels}, at most {most}, {size}": (
+            size, most, partial(experts, weights=weights), UNEVEN, {"routed": {"sentinels": sentinels}},
+        )
+        for weights, sentinels, most, size in pairwise((None, "probs"), (False, True), (None, 9), (2, 4))
+    },
+    **{
+        str(dtype): (2, None, scaled, UNEVEN, {"routed": {"sentinels": dtype is not torch.uint8, "dtype": dtype}})
+        for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8)
+    },
+    **{
+        f"other modules at {places}, {weights}, at most {most}": (
+            2, most, partial(experts, weights=weights, foreign=places), UNEVEN, ROUTED,
+        )
+        for places, weights, most in pairwise(((0,), (1,), (2,), (3,), (-1,), (1, 3)), (None, "probs"), (None, 9))
+    },
+    **{
+        f"hooks on {names}, {weights}, at most {most}": (
+            2, most, partial(experts, weights=weights), UNEVEN, {"routed": {}, "hooked": names},
+        )
+        for names, weights, most in pairwise(
+            (("0",), ("4",), ("0", "4"), ("1",), ("0", "1", "2", "3")), (None, "probs"), (None, 9)
+        )
+    },
+    **{
+        f"hooks on {names}, at most {most}": (2, most, partial(moe, bias=bias), tokens, {"hooked": names})
+        for names, most, (tokens, bias) in pairwise(
+            (("router",), ("experts",), ("experts.dispatch",), ("experts.combine",),
+             ("experts.dispatch", "experts.combine"), ("router", "experts.down")),
+            (None, 9), ((UNEVEN, True), (EMPTY_RANK, False)),
+        )
+    },
+    # other engines, and ranks with fewer rows
+    **{
+        f"alltoall, {kind}, {tokens}, {size}": (
+            size, {"engine": "alltoall"}, partial(experts, weights=weights), tokens, {"routed": {"kind": kind}},
+        )
+        for kind, tokens, size, weights in pairwise(
+            ("usual", "to rank 0", "no remote"), (UNEVEN, EMPTY_RANK, ALL_EMPTY), (2, 4), (None, "probs")
+        )
+    },
+    "alltoall, a layer": (2, {"engine": "alltoall"}, Model, UNEVEN),
+    "all tokens to one rank": (4, None, scaled, UNEVEN, {"routed": {"kind": "to rank 0"}}),
+    "enough capacity": (2, {"capacity": 100.0}, three, MANY),
+    "a run again": (4, {"capacity": 1.01, "overflow": "rerun"}, three, MANY),
+    "a run again, max_tokens": (2, {"capacity": 0.25, "overflow": "rerun", "max_tokens": 96}, three, MANY),
+    # buffers in which a rank may find anything
+    **{
+        f"padding of {name}": (size, most, make, tokens, {"kind": Poisoned, **options})
+        for name, size, most, make, tokens, options in (
+            ("a layer", 2, 12, moe, UNEVEN, {}),
+            ("biases", 4, None, partial(moe, bias=True), EMPTY_RANK, {}),
+            ("a shared expert", 4, 12, partial(moe, score="sigmoid", shared_intermediate=4), UNEVEN, {}),
+            ("ops", 2, 12, scaled, UNEVEN, {"routed": {}}),
+            ("ops with a hook", 4, 12, combined, UNEVEN, {"routed": {}, "hooked": ("0",)}),
+            ("ops with the last hook", 2, 12, scaled, UNEVEN, {"routed": {}, "hooked": ("5",)}),
+            ("ops with hooks inside", 2, 12, combined, UNEVEN, {"routed": {}, "hooked": ("1", "2")}),
+        )
+    },
+    "unwanted rows": (2, 12, moe, UNEVEN, {"kind": Selective}),
+    "unwanted rows, biases": (4, None, partial(moe, bias=True), EMPTY_RANK, {"kind": Selective}),
+    "unwanted rows, shared": (4, 12, partial(moe, shared_intermediate=4), UNEVEN, {"kind": Selective}),
+}  # fmt: skip
+
+
 @on_each
-def lora(ep, tokens, x_grad):
-    local = check(ep, adapted, tokens[: ep.ranks], x_grad=x_grad)
-    trained = {name for name, p in local.named_parameters() if p.grad is not None}
-    assert len(trained) == 4
-    assert all("lora" in name for name in trained)
+def layer(ep, make, tokens, routed=None, hooked=(), kind=None, **options):
+    tokens, calls = tokens[: ep.ranks], []
+
+    def made(ep):
+        layer = make(ep)
+        for name in hooked:
+            layer.get_submodule(name).register_forward_hook(lambda module, given, out: calls.append(module))
+        return layer
+
+    if routed is not None:
+        options["inputs"] = routes(tokens, **routed)
+    with engine(ep, kind) as used:
+        local = check(ep, made, tokens, **options)
+    assert len(calls) == 2 * len(hooked)
+    assert kind is not Selective or used.unwanted > 0
+    assert ep.dropped() == 0
+    return [name for name, p in local.named_parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_ranks_are_one_process(four, case):
+    size, settings, make, tokens, *options = case
+    trained = four.run(layer, size, settings, make, tokens, **dict(*options))[0]
+    assert make is not adapted or (len(trained) == 4 and all("lora" in name for name in trained))
+
+
+@in_group(size=2, settings=9)
+def test_a_global_hook(ep):
+    calls = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, given, out: calls.append(type(module)))
+    try:
+        check(ep, partial(moe, bias=True), UNEVEN[: ep.ranks])
+    finally:
+        handle.remove()
+    assert calls.count(fm.Dispatch) == calls.count(fm.Combine) == 2
+
+
+@pytest.mark.parametrize(("how", "size", "settings"), [(torch.no_grad, 2, None), (torch.inference_mode, 4, 9)])
+@in_group()
+def test_without_gradients(ep, how):
+    """A token with NaN too, which other tokens of its rank and of other ranks do not see."""
+    whole, local = pair(ep, moe)
+    tokens = UNEVEN[: ep.ranks]
+    x = randn(sum(tokens), H, seed=1)
+    x[2] = torch.nan
+    with how():
+        y, want = local(x[bounds(ep, tokens)]), whole(x)[bounds(ep, tokens)]
+    compared({"y": y}, {"y": want}, equal_nan=True)
+    assert y.isnan().any(1).sum() == (ep.rank == 0)
+    assert want.nan_to_num(1).abs().min() > 0
+
+
+@pytest.mark.parametrize(("size", "settings"), [(2, None), (4, 9)])
+@in_group()
+def test_gradients_that_nothing_wants_do_not_travel(ep):
+    """The sizes that travel in the last exchange, for gradients that some tensors do not want."""
+    tokens = UNEVEN[: ep.ranks]
+    rows = ep.ranks * (ep.max_tokens or max(tokens))
+    with engine(ep, Recording) as recorded:
+        check(ep, moe, tokens, x_grad=False)
+        assert recorded.log[-1] == ("exchange", [((rows, K), torch.float64)])
+        for weights in (None, "probs"):
+            check(ep, partial(experts, weights=weights), tokens, inputs=routes(tokens, wants=False))
+            assert recorded.log[-1] == ("exchange", [((rows, H), torch.float64)])
+        # neither `Scale` nor `Combine` reads the routing weights
+        whole, local = pair(ep, lambda ep: fm.Sequential(*[o for o in scaled(ep) if not isinstance(o, fm.Scale)]))
+        x = randn(sum(tokens), H, seed=1)
+        given = [routes(tokens, sentinels=False)(rows) for rows in (slice(0, len(x)), bounds(ep, tokens))]
+        want = result(whole, x, x, given[0])
+        got = result(local, x[bounds(ep, tokens)], x[bounds(ep, tokens)], given[1])
+        assert want["expert_weight"] is got["expert_weight"] is None
+        torch.testing.assert_close(got["x"], want["x"][bounds(ep, tokens)])
+        assert recorded.log[-1][0] == "exchange"
+
+
+@pytest.mark.parametrize(("size", "settings", "options", "tokens"), [
+    (2, None, {}, UNEVEN), (4, 9, {"score": "sigmoid"}, EMPTY_RANK),
+    (4, None, {"score": "topk_softmax", "shared_intermediate": 4}, UNEVEN),
+])  # fmt: skip
+@in_group()
+def test_statistics(ep, options, tokens):
+    """Losses and load are those of a rank's own tokens; their gradients too."""
+    whole, local = pair(ep, partial(moe, **options))
+    tokens = tokens[: ep.ranks]
+    here = bounds(ep, tokens)
+    x_AH, dy_AH = randn(sum(tokens), H, seed=1), randn(sum(tokens), H, seed=2)
+
+    def loss_of(stats, rows, rank):
+        """That of rank 1 may read the statistics alone: all ranks exchange gradients alike."""
+        losses = (1 + rank) * stats.load_balancing_loss + 0.5 * stats.z_loss
+        return losses if rank == 1 and "shared_intermediate" not in options else losses + rows.sum()
+
+    x = x_AH.clone().requires_grad_()
+    of_ranks = [whole.router.stats(whole.router(part)) for part in x.split(tokens)]
+    rows = (whole(x) * dy_AH).split(tokens)
+    sum(loss_of(*part) for part in zip(of_ranks, rows, range(ep.ranks), strict=True)).backward()
+    want = {"x": x.grad[here]} | of_ranks[ep.rank]._asdict()
+    mine = x_AH[here].clone().requires_grad_()
+    y, stats = local(mine, return_stats=True)
+    loss_of(stats, y * dy_AH[here], ep.rank).backward()
+    got = {"x": mine.grad} | stats._asdict() | summed_gradients(ep, whole, local)
+    assert int(stats.load.sum()) == mine.shape[0] * K
+    theirs = dict(whole.named_parameters())
+    want |= {name: shard_of(ep, theirs[name].grad, p) for name, p in local.named_parameters()}
+    total = ep.sum_over_ranks(stats.load)
+    compared(got, want)
+    assert torch.equal(total, whole(x_AH, return_stats=True)[1].load)
+
+
+@in_group(size=2, settings=None)
+def test_second_derivatives_are_refused(ep):
+    layer, x = moe(ep).double(), randn(3, H, seed=1).requires_grad_()
+    with pytest.raises(RuntimeError, match=r"dispatch.gather exchanges tensors with other ranks"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+# ---- alltoall -------------------------------------------------------------------------------------------------------
+
+
+@on_each
+def bits_of_engines(ep, dtype, weights, top_k, kind):
+    """The layer of this rank by "alltoall" and by "allgather"; the rows and the slots of its experts."""
+    tokens = UNEVEN[: ep.ranks]
+    here = bounds(ep, tokens)
+    x, dy = (randn(sum(tokens), H, seed=seed, dtype=dtype)[here] for seed in (1, 2))
+    given = routes(tokens, kind=kind, top_k=top_k, of=torch.promote_types(dtype, torch.float32))
+    found, rows = [], []
+    for each in (ep, ranks_of(ep.ranks)):
+        _, local = pair(each, partial(experts, weights=weights, bias=False), dtype)
+        local[1].register_forward_hook(lambda module, given, y: rows.append(y.shape[0]))
+        found.append(result(local, x, dy, given(here)) | {name: p.grad for name, p in local.named_parameters()})
+    assert_bitwise(*found, zeros=True)
+    assert_bitwise(*({name: t.signbit() for name, t in each.items()} for each in found), zeros=True)
+    index = given(slice(0, sum(tokens)))["expert_index"]
+    first = ep.rank * E // ep.ranks
+    return rows[0], int(((index >= first) & (index < first + E // ep.ranks)).sum()), bool(found[0]["y"].any())
+
+
+@pytest.mark.parametrize(("size", "dtype", "weights", "top_k", "kind"), pairwise(
+    (2, 4), (torch.bfloat16, torch.float32, torch.float64), (None, "probs"), (1, 2), ("usual", "no remote")
+), ids=str)  # fmt: skip
+def test_alltoall_has_the_bits_of_allgather_and_a_row_for_each_slot(four, size, dtype, weights, top_k, kind):
+    found = four.run(bits_of_engines, size, {"engine": "alltoall"}, dtype, weights, top_k, kind)[:size]
+    assert all(rows == slots for rows, slots, _ in found)
+    assert any(slots for _, slots, _ in found)
+    assert any(nonzero for *_, nonzero in found)
+
+
+@on_each
+def explained(ep):
+    """On rank 0 alone: a collective would never end."""
+    x, given = randn(5, H, seed=1), routes((5,))(slice(0, 5))
+    return [str(scaled(ep).double().explain(x, arch=arch, **given)) for arch in (None, 90)] if ep.rank == 0 else None
+
+
+def test_explain_says_host_sync_and_does_not_communicate(four):
+    for text in four.run(explained, 2, {"engine": "alltoall"})[0]:
+        assert text.count("the hosts read the numbers of rows that travel: HOST SYNC") == 1, text
+
+
+@on_each
+def chosen_engines(ep):
+    layers = [moe(ep, top_k=k, renormalize=False) for k in (1, ep.ranks)]
+    for layer in layers:
+        layer(torch.randn(5 + ep.rank, H)).sum().backward()
+        assert layer.router.weight.grad.abs().sum() > 0
+    return [layer.experts.dispatch.expert_parallel.engine.name for layer in layers] + [ep.engine.name]
 
 
 @both_sizes
-@pytest.mark.parametrize("x_grad", [True, False])
-def test_lora(four, size, x_grad):
-    four.run(lora, size, None, UNEVEN, x_grad)
-    four.run(lora, size, 9, EMPTY_RANK, x_grad)
+def test_auto_takes_alltoall_for_few_experts_per_token(four, size):
+    assert four.run(chosen_engines, size, {"engine": "auto"})[0] == ["alltoall", "allgather", "allgather"]
 
 
 # ---- recipes --------------------------------------------------------------------------------------------------------
@@ -762,16 +449,22 @@ RECIPES = {
 }
 
 
+@pytest.mark.parametrize(("recipe", "dtype", "how"), pairwise(
+    [*RECIPES], (torch.bfloat16, torch.float32), ((2, None, None, True), (4, 9, "probs", False))
+), ids=str)  # fmt: skip
+def test_recipes_quantize_what_one_process_quantizes(four, recipe, dtype, how):
+    size, most, weights, sentinels = how
+    four.run(quantized, size, most, RECIPES[recipe], dtype, weights, sentinels)
+
+
 @on_each
 def quantized(ep, recipe, dtype, weights, sentinels):
     """The experts alone, with given routes: each expert sees the same rows in the same order as in one process."""
     tokens = UNEVEN[: ep.ranks]
-    given = routes(tokens, sentinels)
-    whole, local = pair(ep, partial(experts, weights=weights), dtype)
+    made, given = partial(experts, weights=weights), routes(tokens, sentinels)
     with fm.recipe(recipe):
-        got, want = outcomes(ep, whole, local, tokens, inputs=given, dtype=dtype)
-    with fm.recipe("bf16"):
-        plain, _ = outcomes(ep, *pair(ep, partial(experts, weights=weights), dtype), tokens, inputs=given, dtype=dtype)
+        got, want = outcomes(ep, *pair(ep, made, dtype), tokens, inputs=given, dtype=dtype)
+    plain, _ = outcomes(ep, *pair(ep, made, dtype), tokens, inputs=given, dtype=dtype)
     for name, t in want.items():
         if name in ("y", "x"):
             error = 2**-7 if dtype is torch.bfloat16 else 1e-6  # of sums over a token's experts
@@ -779,14 +472,6 @@ def quantized(ep, recipe, dtype, weights, sentinels):
         else:
             assert torch.equal(got[name], t), name
             assert not name.endswith(".weight") or not torch.equal(plain[name], t), f"{name}: the recipe has no effect"
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=slow)])
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=slow), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_quantize_what_one_process_quantizes(four, size, recipe, dtype):
-    four.run(quantized, size, None, RECIPES[recipe], dtype, None, True)
-    four.run(quantized, size, 9, RECIPES[recipe], dtype, "probs", False)
 
 
 @on_each
@@ -806,44 +491,20 @@ def times_quantized(ep):
     return counts
 
 
-@pytest.mark.parametrize("max_tokens", [None, 12])
-def test_exchanges_leave_weights_quantized(four, max_tokens):
+@pytest.mark.parametrize(("size", "most"), [(2, None), (4, 12)])
+def test_exchanges_leave_weights_quantized(four, size, most):
     """Other collectives may write to a weight, and have it quantized again."""
-    for size in (2, 4):
-        for counts in four.run(times_quantized, size, max_tokens)[:size]:
-            once = counts[0]
-            assert once > 0
-            assert counts == [once, once, once, 2 * once]
+    for once, *later in four.run(times_quantized, size, most)[:size]:
+        assert once > 0
+        assert later == [once, once, 2 * once]
 
 
-@on_each
-def layer_under_a_recipe(ep, recipe, tokens):
-    """Rows of a shared expert are quantized among the tokens of a rank: only its own weights see this."""
-    with fm.recipe(recipe):
-        whole, local = pair(ep, partial(moe, shared_intermediate=32), torch.float32)
-        got, want = outcomes(ep, whole, local, tokens[: ep.ranks], dtype=torch.float32)
-    for name, t in want.items():
-        bound = 0.1 if name.startswith("shared") else 1e-3  # a router's weight rounds otherwise, and with it some codes
-        assert (got[name] - t).norm() <= bound * t.norm(), name
-
-
-@both_sizes
-@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
-def test_a_layer_under_a_recipe(four, size, recipe):
-    four.run(layer_under_a_recipe, size, None, recipe, UNEVEN)
-    four.run(layer_under_a_recipe, size, 9, recipe, EMPTY_RANK)
-
-
-@on_each
-def delayed(ep, recomputed):
+@pytest.mark.parametrize(("size", "settings", "recomputed"), [(2, None, False), (4, 9, True)])
+@in_group()
+def test_delayed_scaling(ep, recomputed):
     """The scales of each expert are those of one process in every step, and so is the state that is saved."""
-    whole, local = pair(ep, partial(experts, weights=None), torch.float32)
-
-    def call(layer, x, **given):
-        if not recomputed:
-            return layer(x, **given)
-        return checkpoint(layer, x, use_reentrant=False, **given)
-
+    whole, local = pair(ep, scaled, torch.float32)
+    call = partial(checkpoint, use_reentrant=False) if recomputed else None
     with fm.recipe(recipes.FP8Tensor(delayed=Delayed(history=3))):
         for step in range(4):
             tokens = tuple((step + 2) * (rank + 1) % 7 for rank in range(ep.ranks))
@@ -861,13 +522,24 @@ def delayed(ep, recomputed):
         assert torch.equal(mine[name], t.tensor_split(ep.ranks, axis)[ep.rank]), name
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-def test_delayed_scaling(four, recomputed):
-    four.run(delayed, 2, None, recomputed)
-    four.run(delayed, 4, 9, recomputed)
-
-
 # ---- the order of collectives ---------------------------------------------------------------------------------------
+
+
+@on_each
+def recomputed_exchanges(ep, reentrant, make, tokens):
+    with engine(ep, Recording) as recorded:
+        check(ep, make, tokens[: ep.ranks], call=partial(checkpoint, use_reentrant=reentrant))
+    return recorded.log
+
+
+@pytest.mark.parametrize(("reentrant", "size", "most"), [(True, 2, None), (False, 4, 9), (True, 4, 9)])
+def test_activation_checkpointing(four, reentrant, size, most):
+    make = partial(Model, layers=2) if size == 4 else moe
+    first, *others = four.run(recomputed_exchanges, size, most, reentrant, make, EMPTY_RANK)[:size]
+    assert all(log == first for log in others)
+    gathers = [entry[0] for entry in first].count("gather")
+    assert gathers > 0
+    assert gathers % 3 == 0  # tokens, tokens again, gradients
 
 
 class Mixed(nn.Module):
@@ -879,7 +551,7 @@ class Mixed(nn.Module):
             {}, {"bias": True}, {"score": "sigmoid", "top_k": 3}, {"shared_intermediate": 4}, {"activation": "geglu"},
             {"score": "topk_softmax"},
         ]  # fmt: skip
-        self.layers = nn.ModuleList(moe(ep, **options[i % len(options)]) for i in range(6))
+        self.layers = nn.ModuleList(moe(ep, **of) for of in options)
         self.hooked = moe(ep)
         self.hooked.experts.dispatch.register_forward_hook(lambda module, given, out: None)
 
@@ -929,7 +601,7 @@ def log_of_exchanges(ep, seed, steps):
 
 
 @pytest.mark.parametrize(("size", "max_tokens"), [(2, 127), (4, None)])
-@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=slow)])
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_all_ranks_exchange_in_the_same_order(four, size, max_tokens, steps):
     first, *others = four.run(log_of_exchanges, size, max_tokens, steps, steps)[:size]
     assert all(other == first for other in others)

@@ -12,17 +12,22 @@ from functools import cache
 
 import pytest
 import torch
-from kit.two_ranks import Ranks
+from kit.two_ranks import in_ranks
 from torch import distributed as dist
 from torch import nn
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmoe as fm
 from fusedmoe import expert_parallel as ep_of
 from fusedmoe.numerics.formats import Delayed, fp8_block
-
-if not dist.is_available():
-    pytest.skip("torch is built without distributed", allow_module_level=True)
 
 pytestmark = [
     pytest.mark.distributed,
@@ -33,15 +38,6 @@ SIZE = 4
 E, H, I, K = 8, 6, 4, 2  # noqa: E741  (experts, hidden, intermediate, chosen experts)
 TOKENS = 5, 3, 0, 8  # of each rank
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    started = Ranks(tmp_path_factory.mktemp("ranks"), SIZE)
-    try:
-        yield started
-    finally:
-        started.stop()
 
 
 class Groups:
@@ -83,11 +79,9 @@ def layers(ep, dtype, device=None):
 
 def start(ep, dtype, meta):
     torch.manual_seed(3)
-    if not meta:
-        model = layers(ep, dtype)
-    else:
-        before = torch.get_rng_state()
-        model = layers(ep, dtype, "meta")
+    before = torch.get_rng_state()
+    model = layers(ep, dtype, "meta" if meta else None)
+    if meta:
         assert torch.equal(torch.get_rng_state(), before), "drawn on the meta device"
         model.to_empty(device="cpu")
         for module in model.modules():
@@ -100,27 +94,25 @@ def start(ep, dtype, meta):
 STARTS = [(torch.float32, False), (torch.float64, True), (torch.bfloat16, False)]
 
 
-def starts(rank):
-    return [[start(ep, *case) for case in STARTS] for ep in (groups(rank).four, groups(rank).two)]
+def starts(rank, case):
+    return [start(ep, *case) for ep in (groups(rank).four, groups(rank).two)]
 
 
 def is_shard(name):
     return ".experts." in name or name.startswith(("lora.", "stored."))
 
 
-def test_the_experts_of_all_ranks_are_those_of_one_process(four):
-    found = four.run(starts)
-    for which, ranks in enumerate((range(4), range(2))):
-        for case, setting in enumerate(STARTS):
-            expected, state = start(None, *setting)
-            parts = [found[rank][which][case] for rank in ranks]
-            for name, t in expected.items():
-                got = [values[name] for values, _ in parts]
-                whole = torch.cat(got) if is_shard(name) else got[0]
-                torch.testing.assert_close(whole, t, rtol=0, atol=0, msg=name)
-                assert is_shard(name) or all(torch.equal(other, got[0]) for other in got)
-            assert all(torch.equal(after, state) for _, after in parts), "generators differ afterwards"
-    assert not torch.equal(*(found[rank][0][0][0]["moe.experts.down.weight"] for rank in (0, 1)))
+@pytest.mark.parametrize("case", STARTS, ids=str)
+def test_the_experts_of_all_ranks_are_those_of_one_process(four, case):
+    expected, state = start(None, *case)
+    for size, found in zip((4, 2), zip(*four.run(starts, case), strict=True), strict=True):
+        ranks = found[:size]
+        for name, t in expected.items():
+            got = [values[name] for values, _ in ranks]
+            whole = torch.cat(got) if is_shard(name) else got[0]
+            torch.testing.assert_close(whole, t, rtol=0, atol=0, msg=name)
+            assert is_shard(name) or all(torch.equal(other, got[0]) for other in got)
+        assert all(torch.equal(after, state) for _, after in ranks), "generators differ afterwards"
 
 
 def reset(module):
@@ -130,9 +122,6 @@ def reset(module):
 
 def starts_sharded(rank, dim):
     """Experts that FSDP2 shards over the replicas, made on the meta device; also the state for a checkpoint."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard
-
     every = groups(rank)
     model = fm.MoE(H, I, E, K, bias=dim == 0, device="meta", expert_parallel=every.two)
     fully_shard(model.experts, mesh=every.mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
@@ -153,16 +142,11 @@ def test_experts_of_fsdp_from_the_meta_device(four, dim):
         same(found, {name: t for name, t in one.state_dict().items() if name.startswith("experts.")})
 
 
-def test_the_setting_is_checked():
-    for make in (lambda: fm.GroupedLinear(2, 4, 4, expert_parallel=2), lambda: fm.MoE(4, 4, 4, 2, expert_parallel=2)):
-        with pytest.raises(fm.InputError, match="expert_parallel: expected an ExpertParallel or None, got 2"):
-            make()
-
-
 # ---- weights of other layouts ---------------------------------------------------------------------------------------
 
 
-def loaded(rank):
+@in_ranks("four")
+def test_load_experts_takes_this_ranks_part(rank):
     ep = groups(rank).two
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(E, *s, generator=generator) for s in ((I, H), (I, H), (H, I)))
@@ -170,18 +154,8 @@ def loaded(rank):
     router = torch.randn(E, H, generator=generator)
     own = slice(ep.rank * E // 2, (ep.rank + 1) * E // 2)
     weights = {"gate": gate, "up": up, "down": down, "gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-    linears = {name: [nn.Linear(*w.shape[::-1]) for w in weights[name]] for name in ("gate", "up", "down")}
-    for name, listed in linears.items():
-        for linear, weight, bias in zip(listed, weights[name], weights[f"{name}_bias"], strict=True):
-            linear.weight.data, linear.bias.data = weight, bias
-    given = [
-        weights,
-        {name: t[own] for name, t in weights.items()},
-        {name: iter(t) for name, t in weights.items()},
-        linears,
-        {name: listed[own] for name, listed in linears.items()},
-    ]
-    for each in given:
+    of_this_rank, one_by_one = ({name: part(t) for name, t in weights.items()} for part in (lambda t: t[own], iter))
+    for each in (weights, of_this_rank, one_by_one):
         layer = fm.MoE(H, I, E, K, bias=True, expert_parallel=ep)
         fm.load_experts(layer, router=router, **each)
         same(layer.state_dict().items(), {
@@ -197,15 +171,9 @@ def loaded(rank):
     ]:
         with pytest.raises(fm.InputError, match=f"gate: expected {what}, or 8 experts of all ranks, got {got}"):
             fm.load_experts(layer, router=router, **weights | {"gate": wrong})
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     sharded = distribute_tensor(gate, groups(rank).mesh["ep"], [Shard(0)])
     with pytest.raises(fm.InputError, match="gate: expected a plain tensor"):
         fm.load_experts(layer, router=router, **weights | {"gate": sharded})
-
-
-def test_load_experts_takes_this_ranks_part(four):
-    four.run(loaded)
 
 
 # ---- gradients ------------------------------------------------------------------------------------------------------
@@ -242,21 +210,19 @@ def loss_of(model, batches):
 
 
 class Layout:
-    """A model on some ranks, and which of the four batches this rank has."""
+    """A model on some ranks, and which of the four batches this rank has; without a kind, one process has all."""
 
-    def __init__(self, kind, rank):
-        every = groups(rank)
-        self.ep = every.four if kind in ("ddp4", "fsdp4") else every.two
-        self.batches = [2 * (rank % 2), 2 * (rank % 2) + 1] if kind == "pair" else [rank]
+    def __init__(self, kind=None, rank=0):
+        self.kind, every = kind, None if kind is None else groups(rank)
+        self.ep = None if kind is None else every.four if kind in ("ddp4", "fsdp4") else every.two
+        self.batches = {None: range(SIZE), "pair": [2 * (rank % 2), 2 * (rank % 2) + 1]}.get(kind, [rank])
         self.group = every.pair if kind == "pair" else None
-        self.inner = make(self.ep)
-        if kind != "fsdp2x2":
+        self.model = self.inner = make(self.ep)
+        if kind not in (None, "fsdp2x2"):
             ep_of.average_gradients(self.inner, self.group)
         if kind in ("ddp4", "ddp2x2", "pair"):
             self.model = DistributedDataParallel(self.inner, process_group=self.group)
-        else:
-            from torch.distributed.fsdp import fully_shard
-
+        elif kind is not None:
             ignored = set(ep_of.shards(self.inner).values())
             if kind == "fsdp2x2":
                 ignored = set()
@@ -274,7 +240,7 @@ class Layout:
         """For an optimizer: experts that FSDP2 leaves alone are not in one group with its DTensors."""
         experts = ep_of.shards(self.inner)
         others = [p for name, p in self.inner.named_parameters() if name not in experts]
-        return [{"params": [*experts.values()]}, {"params": others}]
+        return self.inner.parameters() if self.kind is None else [{"params": [*experts.values()]}, {"params": others}]
 
     def whole(self, of=lambda p: p):
         """All experts' parameters, or other tensors of them, gathered without the functions that are tested."""
@@ -282,7 +248,7 @@ class Layout:
         for name, parameter in self.inner.named_parameters():
             t = of(parameter)
             t = (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
-            if ".experts." in name:
+            if self.ep is not None and ".experts." in name:
                 parts = [torch.empty_like(t) for _ in range(self.ep.ranks)]
                 dist.all_gather(parts, t.contiguous(), group=self.ep.group)
                 t = torch.cat(parts)
@@ -290,26 +256,8 @@ class Layout:
         return found
 
 
-class Whole:
-    """The same in one process."""
-
-    batches = range(SIZE)
-
-    def __init__(self):
-        self.model = self.inner = make()
-
-    def parameters(self):
-        return self.model.parameters()
-
-    def backward(self, step, scale=1.0, sync=True):
-        (scale * loss_of(self.model, [given(rank, step) for rank in self.batches])).backward()
-
-    def whole(self, of=lambda p: p):
-        return {name: of(p).detach().clone() for name, p in self.inner.named_parameters()}
-
-
 KINDS = ["ddp4", "ddp2x2", "pair", "fsdp4", "fsdp2x2"]
-MICRO_BATCHES = [(1, True), (2, True), (2, False)]  # per step, and whether each of them is reduced
+MICRO_BATCHES = [(1, True), (2, False)]  # per step, and whether each of them is reduced
 
 
 def train(layout, micro_batches, sync, clip):
@@ -337,11 +285,11 @@ def clip(model, most):
 
 @pytest.fixture(scope="module")
 def in_one_process():
-    return [train(Whole(), *case, clip) for case in MICRO_BATCHES]
+    return [train(Layout(), *case, clip) for case in MICRO_BATCHES]
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind.endswith("p4") else []) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "ddp4" else []) for kind in KINDS]
 )
 def test_ranks_train_as_one_process_with_all_tokens(four, in_one_process, kind):
     *others, last = four.run(trained, kind)
@@ -380,7 +328,7 @@ def without_clipping(rank):
 
 
 def test_gradients_are_averages(four):
-    one = Whole()
+    one = Layout()
     one.backward(0)
     expected = one.whole(lambda p: p.grad)
     (norm, some, gradients), (_, other, _), *_ = four.run(without_clipping)
@@ -394,7 +342,8 @@ def gradients_after(model, rank):
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-def added_later(rank):
+@in_ranks("four")
+def test_parameters_that_are_made_or_unfrozen_later(rank):
     """Parameters that are unfrozen, assigned, copied or added after `average_gradients`."""
     ep = groups(rank).two
 
@@ -430,10 +379,6 @@ def added_later(rank):
         assert torch.equal(found[name], expected[name])
 
 
-def test_parameters_that_are_made_or_unfrozen_later(four):
-    four.run(added_later)
-
-
 def into_main_grad(rank):
     """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
     layout = Layout("ddp4", rank)
@@ -456,7 +401,7 @@ def into_main_grad(rank):
 
 
 def test_main_grad(four):
-    one = Whole()
+    one = Layout()
     for step in range(2):
         one.backward(step)
     same(four.run(into_main_grad)[1], one.whole(lambda p: p.grad), 1e-12)
@@ -487,11 +432,9 @@ def refused(rank):
     return [*ep_of.shards(make(every.two))]
 
 
-def forgotten(rank):
+@in_ranks("four")
+def test_experts_that_are_taken_for_replicas(rank):
     """DDP and FSDP2 that were not told of the experts, which they take for the same on all ranks."""
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Shard, distribute_tensor
-
     every = groups(rank)
     inner = make(every.two)
     inner(given(rank, 0))  # planned before DDP
@@ -529,10 +472,6 @@ def forgotten(rank):
         fully_shard(inner.second.experts, mesh=every.mesh["dp"])
 
 
-def test_experts_that_are_taken_for_replicas(four):
-    four.run(forgotten)
-
-
 def test_what_cannot_be_averaged(four):
     ops = [("second", ["weight"]), ("third", ["weight", "bias"])]
     expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
@@ -550,37 +489,8 @@ def broadcast(ep, rank):
     return model
 
 
-def loaded_from_rank_0(ep, rank):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-
-    model = make(ep)
-    state = {name: t.clone() for name, t in model.state_dict().items()} if rank == 0 else {}
-    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return model
-
-
 def fsdp1(ep, rank):
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return FullyShardedDataParallel(make(ep), device_id=torch.device("cpu"))
-
-
-def replicated(ep, rank):
-    from torch.distributed._composable.replicate import replicate
-
-    return replicate(make(ep))
-
-
-def zero(ep, rank):
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    model = make(ep)
-    ep_of.average_gradients(model)
-    model = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    loss_of(model, [given(rank, 0)]).backward()
-    optimizer.step()
-    return model
 
 
 def equal_seeds(ep, rank):
@@ -601,7 +511,9 @@ def called(model, rank, times):
         model(given(rank, step))
 
 
-def copied(rank, make_model):
+@pytest.mark.parametrize("make_model", [broadcast, fsdp1, equal_seeds])
+@in_ranks("four")
+def test_copies_of_the_experts_of_one_rank_raise(rank, make_model):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some of them are deprecated
         model = make_model(new_ep(rank), rank)
@@ -609,12 +521,8 @@ def copied(rank, make_model):
             called(model, rank, 4)
 
 
-@pytest.mark.parametrize("made", [broadcast, loaded_from_rank_0, fsdp1, replicated, zero, equal_seeds])
-def test_copies_of_the_experts_of_one_rank_raise(four, made):
-    four.run(copied, made)
-
-
-def other_modules(rank):
+@in_ranks("four")
+def test_ranks_with_other_hooks_compare_in_the_same_exchanges(rank):
     """One rank calls other modules, or only looks: the ranks still compare in the same exchanges."""
     model = make(new_ep(rank))
     everywhere = [m.register_forward_hook(lambda *_: None) for m in model.modules()] if rank == 0 else []
@@ -633,11 +541,8 @@ def other_modules(rank):
         called(model, rank, 16)  # until the exchange 32
 
 
-def test_ranks_with_other_hooks_compare_in_the_same_exchanges(four):
-    four.run(other_modules)
-
-
-def equal_on_purpose(rank):
+@in_ranks("four")
+def test_experts_that_are_equal_on_purpose(rank):
     """Constants, and experts of which the user says so."""
     constant = make(new_ep(rank))
     said = broadcast(fm.ExpertParallel(groups(rank).two.group, equal_experts=True), rank)
@@ -645,10 +550,6 @@ def equal_on_purpose(rank):
         nn.init.constant_(parameter, 0.01)
     for model in (constant, said):
         called(model, rank, 2)
-
-
-def test_experts_that_are_equal_on_purpose(four):
-    four.run(equal_on_purpose)
 
 
 # ---- loss scaling ---------------------------------------------------------------------------------------------------
@@ -681,14 +582,15 @@ def overflowing(rank, fused, unscale):
     return {name: t for name, t in values[2].items() if ".experts." not in name}
 
 
-@pytest.mark.parametrize(("fused", "unscale"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize(("fused", "unscale"), [(False, True), (True, False)])
 def test_all_ranks_skip_a_step(four, fused, unscale):
     first, *others = four.run(overflowing, fused, unscale)
     for other in others:
         same(other, first)
 
 
-def other_scalers(rank):
+@in_ranks("four")
+def test_a_scaler_for_other_models(rank):
     layout = Layout("fsdp4", rank)  # DTensors and plain parameters
     optimizer = torch.optim.SGD(layout.model.parameters(), lr=0.1, foreach=False)
     scaler = ep_of.GradScaler("cpu", group=groups(rank).world, init_scale=4.0)
@@ -711,10 +613,6 @@ def other_scalers(rank):
         optimizer.step()
 
 
-def test_a_scaler_for_other_models(four):
-    four.run(other_scalers)
-
-
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -730,8 +628,6 @@ def steps(layout, optimizer, first, last):
 
 
 def saved(rank, kind, folder):
-    from torch.distributed import checkpoint
-
     layout = Layout(kind, rank)
     optimizer = optimizer_of(layout)
     steps(layout, optimizer, 0, 2)
@@ -741,8 +637,6 @@ def saved(rank, kind, folder):
 
 
 def resumed(rank, kinds, folder):
-    from torch.distributed import checkpoint
-
     found = []
     for kind in kinds:
         layout = Layout(kind, rank)
@@ -762,11 +656,8 @@ def resumed(rank, kinds, folder):
 
 def in_one(folder, load):
     """Save or load with torch's functions alone, with all experts in this process."""
-    from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    layout = Whole()
+    layout = Layout()
     optimizer = optimizer_of(layout)
     if load:
         for parameter in layout.model.parameters():
@@ -792,11 +683,10 @@ def plain_checkpoint(tmp_path_factory):
     return folder, in_one(folder, load=False)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("ddp4", marks=pytest.mark.slow), "ddp2x2", "fsdp2x2"])
-def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four, plain_checkpoint, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "others"), [("ddp2x2", ["ddp4", "pair"]), ("fsdp2x2", ["fsdp4"])])
+def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four, plain_checkpoint, tmp_path, kind, others):
     before, after = plain_checkpoint[1]
     same(four.run(saved, kind, tmp_path)[0], before, 1e-12)
-    others = {"ddp4": ["pair", "fsdp2x2"], "ddp2x2": ["ddp4"], "fsdp2x2": ["ddp2x2", "fsdp4"]}[kind]
     found = [*four.run(resumed, others, tmp_path)[1], in_one(tmp_path, load=True)]
     for got_before, got_after in found:
         same(got_before, before, 1e-12)
@@ -807,18 +697,9 @@ def test_a_checkpoint_is_loaded_by_any_number_of_ranks(four, plain_checkpoint, t
 
 def test_a_checkpoint_of_one_process_is_loaded_by_ranks(four, plain_checkpoint):
     folder, (before, after) = plain_checkpoint
-    for got_before, got_after in four.run(resumed, ["ddp4", "ddp2x2", "fsdp2x2"], folder)[1]:
+    for got_before, got_after in four.run(resumed, ["ddp4", "fsdp2x2"], folder)[1]:
         same(got_before, before)
         same(got_after, after, 1e-12)
-
-
-class Log(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.said = []
-
-    def emit(self, record):
-        self.said.append(record.getMessage())
 
 
 def sizes_of_state(rank):
@@ -836,11 +717,12 @@ def sizes_of_state(rank):
                 optimizer.state[parameter] |= {"rows": torch.ones(*like[:-1], 1), "columns": columns}
         optimizer.state[layer.experts.down.weight]["betas"] = torch.ones(2)
         optimizer.state[layer.experts.down.weight]["reduced"] = torch.ones(*layer.experts.down.weight.shape[:-1])
-        log = Log()
-        logging.getLogger("fusedmoe").addHandler(log)
+        stream = io.StringIO()
+        handler = logging.StreamHandler(stream)
+        logging.getLogger("fusedmoe").addHandler(handler)
         state = ep_of.state_dict(layer, optimizer)["optimizer"]
-        logging.getLogger("fusedmoe").removeHandler(log)
-        said = "\n".join(log.said)
+        logging.getLogger("fusedmoe").removeHandler(handler)
+        said = stream.getvalue()
         # it says so once
         assert ("state.experts.down.bias.columns: expected a part for each expert" in said) is (ep is every.four)
         assert "steps" not in said
@@ -877,8 +759,6 @@ def with_history(model, rank):
 
 
 def histories(rank, folder):
-    from torch.distributed import checkpoint
-
     torch.manual_seed(0)
     model = with_history(fm.MoE(32, 32, E, K, expert_parallel=groups(rank).four), rank)
     checkpoint.save(ep_of.state_dict(model), checkpoint_id=folder)
@@ -903,32 +783,3 @@ def test_delayed_scales_of_experts(four, tmp_path):
             continue
         torch.testing.assert_close(torch.cat(after, dim), torch.cat(before, dim), rtol=0, atol=0)
         assert not torch.equal(before[0], before[1]), name
-
-
-def files(rank):
-    """Each rank's own file, as `torch.save` writes it, and what another number of ranks says of it."""
-    every = groups(rank)
-    file = io.BytesIO()
-    torch.save(make(every.four).state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    assert {type(t) for t in state.values()} == {torch.Tensor}
-    again = Model(every.four).double()
-    again.load_state_dict(state)
-    same(again.state_dict(), make(every.four).state_dict())
-    errors = []
-    for other in (make(every.two), make()):
-        with pytest.raises(RuntimeError) as raised:
-            other.load_state_dict(state)
-        errors.append(str(raised.value))
-    return errors
-
-
-def test_the_file_of_a_rank(four):
-    for errors in four.run(files):
-        for here, error in zip((4, 8), errors, strict=True):
-            assert (
-                f"size mismatch for second.experts.down.weight: copying a param with shape torch.Size([2, {H}, {I}]) "
-                f"from checkpoint, the shape in current model is torch.Size([{here}, {H}, {I}])"
-            ) in error
-            assert "router" not in error

@@ -5,6 +5,7 @@ place, which has its names and signatures and computes what it documents.
 import pytest
 import torch
 from kit import transformer_engine_stand_in as te
+from kit.compare import pairwise
 from kit.framework_oracle import install
 from kit.rounding import relative_error
 
@@ -86,18 +87,12 @@ def check_same(name, theirs, ours, dtype=torch.float32, reordered=None):
         assert relative_error(g, w) < tolerance, key
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_from(name, bias):
+@pytest.mark.parametrize(("name", "bias"), [(name, i % 2 == 0) for i, name in enumerate(ACTIVATIONS)])
+def test_both_ways(name, bias):
     theirs = make_te(name, bias=bias)
     ours = from_te(theirs)
     assert [repr(op) for op in ours[1:-1]] == [repr(op) for op in ACTIVATIONS[name][1]()]
     check_same(name, theirs, ours)
-
-
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_to(name, bias):
     ours = make_ours(name, bias=bias)
     theirs = to_te(ours)
     assert [type(op).__name__ for op in theirs] == ["GroupedLinear", name, "GroupedLinear"]
@@ -115,8 +110,7 @@ def test_in_bf16():
     assert {p.dtype for p in to_te(ours).parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", WITH_BLOCKS)
-@pytest.mark.parametrize("size", [1, 4, 16])
+@pytest.mark.parametrize(("name", "size"), [*zip(WITH_BLOCKS, [1, 4, 16, 4], strict=True)])
 def test_from_blocks(name, size):
     """The rows are [gate; up] here; alternating rows stay as they are."""
     theirs = make_te(name, size)
@@ -132,45 +126,39 @@ def test_from_blocks(name, size):
     check_same(name, theirs, ours, reordered=in_order)
 
 
-@pytest.mark.parametrize("name", WITH_BLOCKS)
-@pytest.mark.parametrize("interleaved", [False, True], ids=["", "interleaved"])
-@pytest.mark.parametrize("size", [None, 1, 4])
+@pytest.mark.parametrize(("name", "interleaved", "size"), pairwise(WITH_BLOCKS, (False, True), (None, 1, 4)), ids=str)
 def test_to_blocks(name, interleaved, size):
     ours = make_ours(name, interleaved)
     theirs = to_te(ours, glu_interleave_size=size)
     assert list(theirs)[1].glu_interleave_size == (1 if interleaved and size is None else size)
-    back = from_te(theirs)
     x, splits = torch.randn(sum(COUNTS), HIDDEN), torch.tensor(COUNTS)
     probs = torch.rand(sum(COUNTS)) + 0.1
     scaled = name.startswith("Scaled")
-    want = ours(x, splits=splits, **({"probs": probs} if scaled else {}))
-    got = theirs(x, *([splits, probs, splits] if scaled else [splits, splits]))
-    assert relative_error(got, want.double()) < 1e-5
-    again = back(x, splits=splits, **({"probs": probs} if scaled else {}))
-    assert relative_error(again, want.double()) < 1e-5
+    want = theirs(x, *([splits, probs, splits] if scaled else [splits, splits])).double()
+    for chain in (ours, from_te(theirs)):
+        got = chain(x, splits=splits, **({"probs": probs} if scaled else {}))
+        assert relative_error(got, want) < 1e-5
 
 
 def test_one_parameter_for_all_experts():
     theirs = make_te("ScaledSwiGLU", single_grouped_weight=True, single_grouped_bias=True)
     ours = from_te(theirs)
-    assert torch.equal(ours[0].weight, theirs._modules["0"].weight)
     first, _, last = theirs
     packed = [first.weight, first.bias, last.weight, last.bias]
-    for mine, parameter in zip(ours.parameters(), packed, strict=True):
-        assert torch.equal(mine, parameter)
-        assert mine.data_ptr() != parameter.data_ptr()
+    assert all(torch.equal(mine, parameter) for mine, parameter in zip(ours.parameters(), packed, strict=True))
 
 
-def test_parameters_are_copies():
-    theirs = make_te("ScaledSwiGLU")
+@pytest.mark.parametrize("together", [False, True])
+def test_parameters_are_copies(together):
+    theirs = make_te("ScaledSwiGLU", single_grouped_weight=together)
     ours = from_te(theirs)
     again = to_te(ours)
-    before = [p.detach().clone() for p in theirs.parameters()]
+    before = [p.detach().clone() for module in (theirs, again) for p in module.parameters()]
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.zero_()
-    assert all(torch.equal(p, b) for p, b in zip(theirs.parameters(), before, strict=True))
-    assert all(torch.equal(p, b) for p, b in zip(again.parameters(), before, strict=True))
+    after = [p for module in (theirs, again) for p in module.parameters()]
+    assert all(torch.equal(p, b) for p, b in zip(after, before, strict=True))
 
 
 def test_settings_of_layers():
@@ -208,74 +196,62 @@ def quantized():
     return layer
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (torch.nn.Identity, "from_te: 0.Identity: expected one of GroupedLinear, .*got torch"),
-        (te.SiTUGLU, "from_te: 0.SiTUGLU: expected one of GroupedLinear"),
-        (lambda: te.GroupedLinear(4, 8, 8, scale_bias=True), "scale_bias: expected none.*got True"),
-        (lambda: te.GroupedLinear(4, 8, 8, delay_wgrad_compute=True), "delay_wgrad_compute: expected none"),
-        (quantized, "quantized weights: expected none"),
-        (mixed, "0.GroupedLinear: weight: expected the same requires_grad for all experts"),
-        (lambda: te.SwiGLU(cache_quantized_input=True), "cache_quantized_input: expected none"),
-        (lambda: te.ScaledSReLU(activation_recompute_in_mlp=True), "activation_recompute_in_mlp: expected none"),
-        (lambda: te.SwiGLU(glu_interleave_size=4), "glu_interleave_size: expected 1 or None .* got 4"),
-    ],
-)
-def test_from_refuses(make, message):
+FROM = {
+    "expected one of GroupedLinear, .*got torch": torch.nn.Identity,
+    "from_te: 0.SiTUGLU: expected one of GroupedLinear": te.SiTUGLU,
+    "scale_bias: expected none.*got True": lambda: te.GroupedLinear(4, 8, 8, scale_bias=True),
+    "delay_wgrad_compute: expected none": lambda: te.GroupedLinear(4, 8, 8, delay_wgrad_compute=True),
+    "quantized weights: expected none": quantized,
+    "0.GroupedLinear: weight: expected the same requires_grad for all experts": mixed,
+    "cache_quantized_input: expected none": lambda: te.SwiGLU(cache_quantized_input=True),
+    "activation_recompute_in_mlp: expected none": lambda: te.ScaledSReLU(activation_recompute_in_mlp=True),
+    "glu_interleave_size: expected 1 or None .* got 4": lambda: te.SwiGLU(glu_interleave_size=4),
+}
+
+
+@pytest.mark.parametrize("message", FROM)
+def test_from_refuses(message):
     with pytest.raises(fm.InputError, match=message):
-        from_te(te.Sequential(make()))
+        from_te(te.Sequential(FROM[message]()))
 
 
-def test_from_refuses_other_things_than_chains():
+def test_from_refuses_chains():
     with pytest.raises(fm.InputError, match=r"expected a transformer_engine\.pytorch\.ops\.Sequential, got torch"):
         from_te(torch.nn.Sequential())
     with pytest.raises(fm.InputError, match="multiple of twice the block size 5 as out_features, got 32"):
         from_te(make_te("SwiGLU", 5))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: fm.Scale("probs"), "to_te: 0.Scale: expected an op with an equivalent"),
-        (lambda: fm.Dispatch(4), "to_te: 0.Dispatch: expected an op"),
-        (lambda: fm.Linear(8, 8), "to_te: 0.Linear: expected an op"),
-        (torch.nn.Identity, "to_te: 0.Identity: expected an op"),
-        (lambda: fm.GeGLU("none"), "to_te: 0.GeGLU: expected an op"),
-        (lambda: fm.GeGLU("tanh", limit=7.0), "to_te: 0.GeGLU: expected an op"),
-        (lambda: fm.ReGLU(offset=1.0), "to_te: 0.ReGLU: expected an op"),
-        (lambda: fm.SwiGLU(alpha=2.0), r"to_te: 0.SwiGLU: expected an op .*got SwiGLU\(alpha=2.0\)"),
-        (lambda: fm.SwiGLU(offset=1.0), "to_te: 0.SwiGLU: expected an op"),
-        (lambda: fm.ReGLU(interleaved=True), "to_te: 0.ReGLU: expected gate and up as halves"),
-        (lambda: fm.GroupedLinear(4, 8, 8, recipe="mxfp8"), "without a recipe, got recipe='mxfp8'"),
-        (lambda: fm.GroupedLinear(4, 8, 8, dtype=torch.float64), "weight: expected fp32, fp16 or bf16, got .*float64"),
-    ],
-)
-def test_to_refuses(make, message):
+TO = [
+    ([fm.Scale("probs")], "to_te: 0.Scale: expected an op with an equivalent"),
+    ([torch.nn.Identity()], "to_te: 0.Identity: expected an op"),
+    ([fm.GeGLU("none")], "to_te: 0.GeGLU: expected an op"),
+    ([fm.GeGLU("tanh", limit=7.0)], "to_te: 0.GeGLU: expected an op"),
+    ([fm.ReGLU(offset=1.0)], "to_te: 0.ReGLU: expected an op"),
+    ([fm.SwiGLU(alpha=2.0)], r"to_te: 0.SwiGLU: expected an op .*got SwiGLU\(alpha=2.0\)"),
+    ([fm.SwiGLU(offset=1.0)], "to_te: 0.SwiGLU: expected an op"),
+    ([fm.ReGLU(interleaved=True)], "to_te: 0.ReGLU: expected gate and up as halves"),
+    ([fm.GeGLU("tanh"), fm.Scale("probs")], r"GeGLU: expected an op .* and a Scale"),
+    ([fm.SwiGLU(alpha=1.702), fm.Scale("probs")], r"SwiGLU: expected an op .* and a Scale"),
+    ([fm.GroupedLinear(4, 8, 8, recipe="mxfp8")], "without a recipe, got recipe='mxfp8'"),
+    ([fm.GroupedLinear(4, 8, 8, dtype=torch.float64)], "weight: expected fp32, fp16 or bf16, got .*float64"),
+    (make_ours("SwiGLU").without_parameters(), "without a recipe, got no weight"),
+    (make_ours("SwiGLU"), "glu_interleave_size: expected a positive integer or None, got 0", 0),
+    ([fm.SwiGLU()], "got blocks of 4: .* no GroupedLinear precedes it", 4),
+    (make_ours("SwiGLU"), "multiple of twice the block size 5 as out_features, got 32", 5),
+    (torch.nn.Sequential(), r"expected a fusedmoe\.Sequential, got torch"),
+]
+
+
+@pytest.mark.parametrize("case", TO, ids=[message for _, message, *_ in TO])
+def test_to_refuses(case):
+    chain, message, *size = case
     with pytest.raises(fm.InputError, match=message):
-        to_te(fm.Sequential(make()))
+        to_te(fm.Sequential(*chain) if isinstance(chain, list) else chain, *size)
 
 
-def test_to_refuses_what_this_transformer_engine_lacks(monkeypatch):
+def test_to_refuses_ops_that_this_transformer_engine_lacks(monkeypatch):
     modules = {name: {k: v for k, v in names.items() if k != "ScaledSwiGLU"} for name, names in te.MODULES.items()}
     install(monkeypatch, modules)
     with pytest.raises(fm.InputError, match=r"1\.SwiGLU: this version of Transformer Engine has no ScaledSwiGLU"):
         to_te(make_ours("ScaledSwiGLU"))
-
-
-def test_to_refuses_chains():
-    with pytest.raises(fm.InputError, match=r"expected a fusedmoe\.Sequential, got torch"):
-        to_te(torch.nn.Sequential())
-    scale = [fm.Scale("probs")]
-    with pytest.raises(fm.InputError, match=r"GeGLU: expected an op .* and a Scale"):
-        to_te(fm.Sequential(fm.GeGLU("tanh"), *scale))
-    with pytest.raises(fm.InputError, match=r"SwiGLU: expected an op .* and a Scale"):
-        to_te(fm.Sequential(fm.SwiGLU(alpha=1.702), *scale))
-    with pytest.raises(fm.InputError, match="without a recipe, got no weight"):
-        to_te(make_ours("SwiGLU").without_parameters())
-    with pytest.raises(fm.InputError, match="glu_interleave_size: expected a positive integer or None, got 0"):
-        to_te(make_ours("SwiGLU"), glu_interleave_size=0)
-    with pytest.raises(fm.InputError, match=r"got blocks of 4: .* no GroupedLinear precedes it"):
-        to_te(fm.Sequential(fm.SwiGLU()), glu_interleave_size=4)
-    with pytest.raises(fm.InputError, match="multiple of twice the block size 5 as out_features, got 32"):
-        to_te(make_ours("SwiGLU"), glu_interleave_size=5)

@@ -1,6 +1,9 @@
 """Processes of one group, started once: `Ranks.run` calls a function in all and returns what they return."""
 
 import faulthandler
+import gc
+import importlib
+import inspect
 import os
 import signal
 import time
@@ -13,6 +16,9 @@ from pathlib import Path
 import torch
 import torch.multiprocessing
 from torch import distributed as dist
+
+import fusedmoe as fm
+from fusedmoe.ops import quantize as quantize_op
 
 SIZE = 2
 PATIENCE_S = 120
@@ -27,6 +33,22 @@ def batches(rank, count, dtype=torch.float64):
         x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
         x[:, 2 * rank : 2 * rank + 2] += 8
         yield x.to(dtype)
+
+
+class Counted:
+    """How often a weight is quantized."""
+
+    def __enter__(self):
+        self.count = 0
+        quantize_op.quantize = self._quantize
+        return self
+
+    def _quantize(self, x, *args, **kwargs):
+        self.count += x.dim() == 3
+        return fm.quantize(x, *args, **kwargs)
+
+    def __exit__(self, *_):
+        quantize_op.quantize = fm.quantize
 
 
 class Ranks:
@@ -99,7 +121,32 @@ class Ranks:
                 process.join()
 
 
+def in_ranks(pool, **fixed):
+    """Make a test of ``function(rank, ...)``: it runs in all processes of a fixture, with these arguments and
+    with the test's parameters.
+    """
+
+    def test_of(function):
+        _, *named = inspect.signature(function).parameters
+
+        def test(**given):
+            given.pop(pool).run(_by_name, function.__module__, function.__name__, **fixed, **given)
+
+        names = [pool, *(name for name in named if name not in fixed)]
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        test.__name__, test.__doc__, test.in_rank = function.__name__, function.__doc__, function
+        return test
+
+    return test_of
+
+
+def _by_name(rank, module, name, **given):
+    return getattr(importlib.import_module(module), name).in_rank(rank, **given)
+
+
 def _serve(rank: int, size: int, store: str, requests: Connection, calls: str, backend: str) -> None:
+    from torch.distributed import _composable_state as fully_sharded
+
     stacks = Path(calls).open("w")  # noqa: SIM115  (as long as the process)
     faulthandler.register(signal.SIGUSR1, stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -112,6 +159,10 @@ def _serve(rank: int, size: int, store: str, requests: Connection, calls: str, b
             function, args, options = requests.recv()
         except EOFError:
             break
+        if (
+            fully_sharded._module_state_mapping
+        ):  # while there is such a module, weights of a call are not kept quantized
+            gc.collect()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -1,0 +1,377 @@
+"""DDP and FSDP2 over two processes are one process with the whole batch; their checkpoints."""
+
+import warnings
+
+import pytest
+import torch
+from kit import plain_models
+from kit.two_ranks import HIDDEN, TOKENS, batches
+from torch import distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fusedmoe as fm
+from fusedmoe.numerics.formats import Delayed
+from fusedmoe.numerics.recipes import FP8Tensor
+
+if not dist.is_available():
+    pytest.skip("torch is built without distributed", allow_module_level=True)
+
+from torch.distributed import checkpoint as dcp
+from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as dcp_state
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized"),
+]
+
+E, H, I = 4, HIDDEN, 8  # noqa: E741  (experts, hidden, intermediate)
+STEPS = 3
+SPLITS = torch.tensor([[5, 0, 9, 8], [0, 20, 0, 4]])  # of each rank: an expert of it has no row, and rank 0 has a tail
+FP32, FP64 = torch.float32, torch.float64
+
+
+class Model(nn.Module):
+    """Two layers, and experts that are called with splits; the first router reads what `batches` writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = fm.MoE(H, I, E, 2)
+        self.second = fm.MoE(H, I, E, 2, shared_intermediate=I)
+        self.third = fm.Sequential(fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), fm.GroupedLinear(E, I, H))
+
+    def forward(self, x, splits):
+        return self.third(self.second(self.first(x)), splits=splits)
+
+
+class Plain(nn.Module):
+    def __init__(self, dtype=FP64):
+        super().__init__()
+        self.first = plain_models.MoE(H, I, E, 2, dtype=dtype)
+        self.second = plain_models.MoE(H, I, E, 2, shared=I, dtype=dtype)
+        self.third = plain_models.Experts(E, H, I, dtype)
+
+    forward = Model.forward
+
+
+def make(dtype=FP64):
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    with torch.no_grad():
+        model.first.router.weight.copy_(torch.eye(E, H))
+    return model
+
+
+def sharded(model, **options):
+    for layer in (model.first, model.second, model.third):
+        fsdp.fully_shard(layer, **options)
+    return fsdp.fully_shard(model, **options)
+
+
+def compiled_layers(model):
+    for layer in (model.first, model.second, model.third):
+        layer.compile(backend="eager", fullgraph=True)
+    return model
+
+
+WRAPPERS = {
+    "DDP": DistributedDataParallel,
+    "DDP, compiled": lambda model: torch.compile(DistributedDataParallel(model), backend="eager"),
+    "FSDP2": lambda model: sharded(model, reshard_after_forward=True),
+    "FSDP2, not resharded": lambda model: sharded(model, reshard_after_forward=False),
+    "FSDP2, compiled": lambda model: compiled_layers(sharded(model)),
+}
+
+
+def whole(model):
+    options = dcp_state.StateDictOptions(full_state_dict=True)
+    state = dcp_state.get_model_state_dict(model, options=options)
+    return {name: t.detach().clone() for name, t in state.items()}
+
+
+def loss_of(model, x, splits):
+    return (model(x, splits).to(torch.promote_types(x.dtype, FP32)) - x.roll(1, -1)).square().sum(-1).mean()
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)  # unlike Adam it sees a gradient's scale
+
+
+def train(model, ranks, micro_batches=1, dtype=FP64, recipe="bf16"):
+    """Losses of the batches of some ranks, of whose mean the gradients are."""
+    optimizer, losses = optimizer_of(model), []
+    given = list(zip(*[batches(rank, STEPS * micro_batches, dtype) for rank in ranks], strict=True))
+    for i, parts in enumerate(given):
+        last = (i + 1) % micro_batches == 0
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(last)
+        elif hasattr(model, "require_backward_grad_sync"):  # as in the context no_sync
+            model.require_backward_grad_sync = last
+        with fm.recipe(recipe):
+            losses.append([loss_of(model, x, SPLITS[rank]) for x, rank in zip(parts, ranks, strict=True)])
+        (sum(losses[-1]) / len(parts) / micro_batches).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [[loss.item() for loss in both] for both in losses]
+
+
+def on_a_rank(rank, wrapper, micro_batches=1, recipe="bf16", dtype=FP64):
+    """Losses of this rank, parameters after training, rows per expert of the first layer, bytes of kept weights."""
+    inner = make(dtype)
+    model = WRAPPERS[wrapper](inner)
+    losses = train(model, [rank], micro_batches, dtype, recipe)
+    load = make(dtype).first(next(batches(rank, 1, dtype)), return_stats=True)[1].load
+    return losses, whole(inner), load, fm.weight_cache_bytes(inner)
+
+
+def of_both(found):
+    return [a + b for a, b in zip(found[0][0], found[1][0], strict=True)]
+
+
+@pytest.mark.parametrize(("wrapper", "micro_batches"), [
+    ("DDP", 1), ("DDP", 2), ("DDP, compiled", 1), ("FSDP2", 1), ("FSDP2", 2), ("FSDP2, not resharded", 2),
+    ("FSDP2, compiled", 1),
+])  # fmt: skip
+def test_two_ranks_are_one_with_the_whole_batch(ranks, wrapper, micro_batches):
+    one = plain_models.twin(Plain(), make())
+    losses = train(one, [0, 1], micro_batches)
+    found = ranks.run(on_a_rank, wrapper, micro_batches)
+    torch.testing.assert_close(of_both(found), losses)
+    before, parameters = make().state_dict(), {name: p.detach() for name, p in one.named_parameters()}
+    for _, got, load, _ in found:
+        torch.testing.assert_close(got, parameters)
+        assert 0 in load.tolist()
+    assert not torch.equal(found[0][2] > 0, found[1][2] > 0)
+    assert min((p - before[name]).abs().max() for name, p in parameters.items()) > 1e-4
+    assert all(torch.equal(p, found[1][1][name]) for name, p in found[0][1].items())
+
+
+@pytest.mark.parametrize(("wrapper", "recipe"), [
+    ("DDP", "mxfp8"), ("FSDP2", "mxfp8"), ("FSDP2, not resharded", "fp8_tensor"),
+])  # fmt: skip
+def test_quantized_weights_follow_what_both_ranks_learnt(ranks, wrapper, recipe):
+    one = make(FP32)
+    losses = train(one, [0, 1], dtype=FP32, recipe=recipe)
+    found = ranks.run(on_a_rank, wrapper, recipe=recipe, dtype=FP32)
+    assert of_both(found) == losses
+    torch.testing.assert_close(found[0][1], dict(one.state_dict()), rtol=0, atol=0)
+    assert (found[0][3] == 0) is (wrapper != "DDP"), "quantized weights of a layer whose weights are sharded again"
+    assert abs(losses[-1][0] - train(make(FP32), [0, 1], dtype=FP32)[-1][0]) > 1e-6
+
+
+def in_bf16(rank):
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=FP32)
+    model = sharded(make(FP32), mp_policy=policy)
+    return train(model, [rank], dtype=FP32), whole(model)
+
+
+def test_mixed_precision(ranks):
+    """Layers in bf16, of parameters that an optimizer changes in fp32: cast by hand, and the sums are the same."""
+    found = ranks.run(in_bf16)
+    model = make(FP32)
+    optimizer, losses = optimizer_of(model), []
+    for both in zip(*[batches(rank, STEPS, FP32) for rank in range(2)], strict=True):
+        optimizer.zero_grad()
+        losses.append([])
+        gradients = []
+        for x, splits in zip(both, SPLITS, strict=True):
+            cast = {name: p.bfloat16() for name, p in model.named_parameters()}
+            y = torch.func.functional_call(model, cast, (x.bfloat16(), splits))
+            loss = (y.float() - x.roll(1, -1)).square().sum(-1).mean()
+            losses[-1].append(loss.item())
+            gradients.append(torch.autograd.grad(loss, list(cast.values())))
+        for parameter, a, b in zip(model.parameters(), *gradients, strict=True):
+            parameter.grad = (a.float() + b.float()) / 2
+        optimizer.step()
+    assert of_both(found) == losses
+    assert {t.dtype for t in found[0][1].values()} == {FP32}
+    torch.testing.assert_close(found[0][1], dict(model.state_dict()), rtol=0, atol=0)
+
+
+def from_meta(rank):
+    with torch.device("meta"):
+        model = Model()
+    sharded(model)
+    model.to_empty(device="cpu")
+    torch.manual_seed(1 + rank)  # each draws its own shard
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
+        for module in model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return whole(model)
+
+
+def test_built_on_the_meta_device(ranks):
+    for name, parameter in ranks.run(from_meta)[0].items():
+        bound = parameter.shape[-1] ** -0.5
+        assert not parameter.is_meta
+        assert 0.9 * bound < parameter.abs().max() <= bound, name
+        assert parameter.unique().numel() > 0.9 * parameter.numel(), "two shards of the same numbers"
+
+
+def without_tokens(rank):
+    model = make()
+    x = next(batches(0, 1))[: 0 if rank else TOKENS]
+    wrapped = DistributedDataParallel(model)
+    y = wrapped(x, SPLITS[0] * (rank == 0))
+    y.square().sum().backward()
+    return y.shape, {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_a_rank_without_tokens(ranks):
+    (_, got), (empty, same) = ranks.run(without_tokens)
+    assert tuple(empty) == (0, H)
+    model = plain_models.twin(Plain(), make())
+    model(next(batches(0, 1)), SPLITS[0]).square().sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.abs().sum() > 0
+        torch.testing.assert_close(got[name], parameter.grad / 2)
+        assert torch.equal(got[name], same[name])
+
+
+# ---- checkpoints, from one layout into another ----------------------------------------------------------------------
+
+SHAPES = {
+    "first.router.weight": (E, H),
+    "first.experts.gate_up.weight": (E, 2 * I, H),
+    "first.experts.down.weight": (E, H, I),
+    "second.router.weight": (E, H),
+    "second.experts.gate_up.weight": (E, 2 * I, H),
+    "second.experts.down.weight": (E, H, I),
+    "second.shared.gate_up.weight": (2 * I, H),
+    "second.shared.down.weight": (H, I),
+    "third.0.weight": (E, 2 * I, H),
+    "third.2.weight": (E, H, I),
+}
+
+
+class Trained:
+    """A model in mxfp8, with AdamW; every process has the same rows, so that every layout has the same sums."""
+
+    def __init__(self, is_sharded, fresh=False):
+        self.model = make(FP32)
+        if fresh:
+            for parameter in self.model.parameters():
+                nn.init.constant_(parameter, 0.01)
+        if is_sharded:
+            sharded(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def steps(self, count):
+        losses = []
+        for _ in range(count):
+            with fm.recipe("mxfp8"):
+                losses.append(loss_of(self.model, next(batches(0, 1, FP32)), SPLITS[0]))
+            losses[-1].backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    def states(self):
+        model, optimizer = dcp_state.get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+def save(rank, folder, is_sharded=True):
+    trained = Trained(is_sharded)
+    trained.steps(2)
+    dcp.save(trained.states(), checkpoint_id=folder)
+    return whole(trained.model), trained.steps(2)
+
+
+def load(rank, folder, is_sharded=True):
+    trained = Trained(is_sharded, fresh=True)
+    trained.steps(1)  # a quantized weight from before the load must not be used after it
+    state = trained.states()
+    dcp.load(state, checkpoint_id=folder)
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    dcp_state.set_state_dict(trained.model, trained.optimizer, **parts)
+    return whole(trained.model), trained.steps(2)
+
+
+@pytest.mark.parametrize("from_ranks", [True, False])
+def test_checkpoints_of_two_ranks_and_of_one_process(ranks, tmp_path, from_ranks):
+    """Stock names and shapes, and the same training afterwards."""
+    saved, continued = ranks.run(save, tmp_path)[0] if from_ranks else save(0, tmp_path, False)
+    assert {name: tuple(t.shape) for name, t in saved.items()} == SHAPES
+    assert all(t.unique().numel() > 1 for t in saved.values())
+    for got, losses in [load(0, tmp_path, False)] if from_ranks else ranks.run(load, tmp_path):
+        torch.testing.assert_close(got, saved, rtol=0, atol=0)
+        assert losses == continued
+
+
+# ---- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_a_distributed_checkpoint_has_what_delayed_scaling_remembers(mesh, tmp_path):
+    trained, loaded = make(FP32), make(FP32)
+    with fm.recipe(FP8Tensor(delayed=Delayed(history=4))):
+        train(trained, [0], dtype=FP32, recipe=FP8Tensor(delayed=Delayed(history=4)))
+        loss_of(loaded, next(batches(1, 1, FP32)), SPLITS[1]).backward()  # so that there is something to load into
+        state, target = (dcp_state.get_model_state_dict(model) for model in (trained, loaded))
+        key = "first.experts.down.amax_history.input.reference"
+        assert not torch.equal(state[key], target[key])
+        dcp.save(state, checkpoint_id=tmp_path)
+        dcp.load(target, checkpoint_id=tmp_path)
+        dcp_state.set_model_state_dict(loaded, target)
+        assert torch.equal(dcp_state.get_model_state_dict(loaded)[key], state[key])
+        x = next(batches(0, 1, FP32))
+        with torch.no_grad():
+            assert torch.equal(loaded(x, SPLITS[0]), trained(x, SPLITS[0]))
+
+
+def test_a_sharded_model_is_explained_without_being_called(mesh):
+    layer = fm.MoE(32, 16, 4, 2)
+    (want,) = fm.explain(layer).groups
+    model = fsdp.fully_shard(torch.nn.Sequential(fsdp.fully_shard(layer, mesh=mesh)), mesh=mesh)
+    (group,) = fm.explain(model).groups
+    assert group.names == ("0",)
+    assert str(group.explanation) == str(want.explanation)
+
+
+def steps_add_up(layer, call=None):
+    """Steps of the balance bias are lost in bf16."""
+    for step in range(1000):
+        if call is not None and step < 4:
+            call(torch.randn(6, 16)).float().sum().backward()
+        assert step or call is None or layer.router.balance_bias.dtype is torch.bfloat16
+        layer.router.update_bias(torch.tensor([0, 8, 8, 16]))
+    expected = torch.tensor([1.0, 0.0, 0.0, -1.0])
+    torch.testing.assert_close(layer.router.balance_bias, expected, rtol=0, atol=1e-3)  # its dtype too
+
+
+def test_the_balance_bias_stays_in_fp32(mesh):
+    """Sharded in bf16 from the meta device on, as a large model is made."""
+    layer = fm.MoE(16, 8, 4, 2, score="sigmoid", device="meta")
+    model = fsdp.fully_shard(torch.nn.Sequential(fsdp.fully_shard(layer.bfloat16(), mesh=mesh)), mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for t in (*model.parameters(), layer.router.balance_bias):
+            t.zero_()
+    steps_add_up(layer)
+    assert layer(torch.randn(40, 16, dtype=torch.bfloat16), return_stats=True)[1].load.sum() == 80
+
+
+def test_the_balance_bias_is_fp32_again_under_fsdp1_mixed_precision(mesh):
+    """``buffer_dtype`` casts through ``.data``, at the first call."""
+    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
+    bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    cpu, unsharded = torch.device("cpu"), fsdp.ShardingStrategy.NO_SHARD
+    steps_add_up(
+        layer, fsdp.FullyShardedDataParallel(layer, sharding_strategy=unsharded, device_id=cpu, mixed_precision=bf16)
+    )
+
+
+@pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(), reason="DDP makes a stream, in a build for CUDA"
+)
+def test_the_balance_bias_is_fp32_again_under_ddp_mixed_precision(mesh):
+    precision = pytest.importorskip("torch.nn.parallel.distributed")._MixedPrecision
+    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
+    bf16 = precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    DistributedDataParallel(layer, mixed_precision=bf16)  # its calls need a GPU
+    assert layer.router.balance_bias.dtype is torch.bfloat16
+    steps_add_up(layer)
