@@ -4,20 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kit import hopper_ranks as hopper
 from kit.expert_parallel_ranks import alone, on_each
-from kit.hopper_ranks import (
-    BF16,
-    CHOSEN,
-    HIDDEN,
-    INTERMEDIATE,
-    MOST,
-    OTHERS,
-    OVERLAPS,
-    layer,
-    rules_of,
-    stand_ins,
-    trained,
-)
+from kit.hopper_ranks import MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel.allgather import AllGather
@@ -34,7 +23,7 @@ def compare(ep, tokens, training=True, main_grad=False, divided=None, mixed=Fals
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``mixed``: only
     rank 0 has the overlaps, and its exchanges are those of the other rank.
     """
-    kernels = stand_ins()
+    kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import beside
     from fusedmoe.builtin_rules.exchange import products as exchange_products
 
@@ -44,13 +33,13 @@ def compare(ep, tokens, training=True, main_grad=False, divided=None, mixed=Fals
     exchange_products.experts_beside = given
     count = tokens[ep.rank]
     with fm.disabled(*OVERLAPS):
-        expected = trained(layer(ep, main_grad), count, training)
+        expected = hopper.trained(hopper.layer(ep, main_grad), count, training)
     kernels.calls.clear()
-    made = layer(ep, main_grad)
+    made = hopper.layer(ep, main_grad)
     with fm.disabled(*(OVERLAPS if mixed and ep.rank else OTHERS)):
-        got = trained(made, count, training)
+        got = hopper.trained(made, count, training)
         called = [name for name, _ in kernels.calls]
-        used = rules_of(made, count, training)
+        used = hopper.rules_of(made, count, training)
     assert got.keys() == expected.keys()
     assert len(got) > 3 or not training
     for name, value in expected.items():
@@ -93,11 +82,11 @@ def test_ranks_may_choose_different_steps(hopper_ranks):
 @on_each
 def fewer_rows_than_experts(ep):
     """A rank's plan for its one token, made when the other had many tokens, is also that for one token of each."""
-    stand_ins()
-    made = fm.MoE(HIDDEN, INTERMEDIATE, 128, CHOSEN, dtype=BF16, expert_parallel=ep)
+    hopper.stand_ins()
+    made = fm.MoE(hopper.HIDDEN, hopper.INTERMEDIATE, 128, hopper.CHOSEN, dtype=hopper.BF16, expert_parallel=ep)
     generator, different = torch.Generator().manual_seed(ep.rank), []
     for count in ((1, 300)[ep.rank], 1):
-        x = torch.randn(count, HIDDEN, generator=generator).to(BF16)
+        x = torch.randn(count, hopper.HIDDEN, generator=generator).to(hopper.BF16)
         with torch.no_grad(), fm.disabled(*OTHERS):
             got, used = made(x), {step.rule for step in made.explain(x).steps}
         with torch.no_grad(), fm.disabled(*OVERLAPS):
@@ -157,13 +146,13 @@ class Lending(AllGather):
 
 @on_each
 def lent(ep):
-    stand_ins()
+    hopper.stand_ins()
     other = fm.ExpertParallel(ep.group, "allgather", max_tokens=MOST)
     other.engine = Lending(ep.group)
     with fm.disabled(*OVERLAPS):
-        expected = trained(layer(ep), 37 + ep.rank)
+        expected = hopper.trained(hopper.layer(ep), 37 + ep.rank)
     with fm.disabled(*OTHERS):
-        got = trained(layer(other), 37 + ep.rank)
+        got = hopper.trained(hopper.layer(other), 37 + ep.rank)
     different = [name for name, value in expected.items() if not torch.equal(got[name], value)]
     return different, other.engine.lends, other.engine.rooms
 
@@ -176,15 +165,15 @@ def test_memory_that_an_engine_lends(hopper_ranks):
 @on_each
 def declined(ep, reason, expected):
     """The rules that decline for a reason; the others keep the bits of separate steps."""
-    stand_ins()
+    hopper.stand_ins()
     if expected is None:
         ep = alone(max_tokens=MOST)
-    made = layer(ep)
+    made = hopper.layer(ep)
     with fm.disabled(*OVERLAPS):
-        want = trained(layer(ep), 40)
+        want = hopper.trained(hopper.layer(ep), 40)
     with fm.disabled(*{others[0] for others in OVERLAPS.values()}):
-        got = trained(made, 40)
-        plan = made.explain(torch.zeros(40, HIDDEN, dtype=BF16, requires_grad=True))
+        got = hopper.trained(made, 40)
+        plan = made.explain(torch.zeros(40, hopper.HIDDEN, dtype=hopper.BF16, requires_grad=True))
     assert all(torch.equal(got[name], value) for name, value in want.items())
     assert got["y"].any()
     return {step.rule for step in plan.steps} & OVERLAPS.keys(), {

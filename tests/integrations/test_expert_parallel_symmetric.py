@@ -8,21 +8,10 @@ from unittest import mock
 
 import pytest
 import torch
+from kit import hopper_ranks as hopper
 from kit.compare import pairwise
 from kit.expert_parallel_ranks import on_each
-from kit.hopper_ranks import (
-    HIDDEN,
-    MOST,
-    OTHERS,
-    OVERLAPS,
-    FileBuffer,
-    Stream,
-    layer,
-    on_cpus,
-    rules_of,
-    stand_ins,
-    trained,
-)
+from kit.hopper_ranks import MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric, torch_symmetric
@@ -44,18 +33,18 @@ def layers(ep, folder, tokens, disabled, few=symmetric.FEW):
     """A layer by both engines, the latter with some rules disabled on each rank: the names that differ, the rules that
     overlap, and how many ranges of rows the launches of their products had.
     """
-    kernels = stand_ins()
+    kernels = hopper.stand_ins()
     count = tokens[ep.rank]
-    with on_cpus(folder, few):
+    with hopper.on_cpus(folder, few):
         other = symmetric_of(ep, MOST)
         with fm.disabled(*OVERLAPS):
-            want = trained(layer(ep), count)
+            want = hopper.trained(hopper.layer(ep), count)
         kernels.calls.clear()
         with fm.disabled(*disabled[ep.rank]):
             for _ in range(2):  # the second layer finds the buffers of the first
-                made = layer(other)
-                got = trained(made, count)
-            used = rules_of(made, training=False)
+                made = hopper.layer(other)
+                got = hopper.trained(made, count)
+            used = hopper.rules_of(made, training=False)
     assert got.keys() == want.keys()
     assert len(got) > 3
     of_launches = {what["of_launch"] for name, what in kernels.calls if name == "ranges"}
@@ -93,7 +82,7 @@ def test_four_ranks(hopper_ranks, folder):
 @on_each
 def error_while_reading(ep, folder):
     """An error between the barriers of an exchange on rank 0, and the exchange after it."""
-    with on_cpus(folder):
+    with hopper.on_cpus(folder):
         engine = symmetric_of(ep, 4).engine
         x = torch.full((4, 8), float(ep.rank))
         with contextlib.ExitStack() as stack:
@@ -112,7 +101,7 @@ def test_the_barriers_match_after_an_error_on_one_rank(hopper_ranks, folder):
 @on_each
 def exchanges(ep, folder):
     """Single exchanges: plain ones, lent results, and rooms, of which the next exchange may have none."""
-    with on_cpus(folder):
+    with hopper.on_cpus(folder):
         engine, others = symmetric_of(ep, 8).engine, ep.engine
         generator = torch.Generator().manual_seed(ep.rank)
         different, copied = [], 0
@@ -159,17 +148,17 @@ def order_of_a_gather(ep, folder):
         log.append(f"word {value}")
         word.fill_(value)
 
-    barrier = FileBuffer.barrier
+    barrier = hopper.FileBuffer.barrier
 
     def noted(self, timeout_s):
         log.append("barrier")
         barrier(self, timeout_s)
 
     with (
-        on_cpus(folder),
-        mock.patch.object(Stream, "record_event", event),
+        hopper.on_cpus(folder),
+        mock.patch.object(hopper.Stream, "record_event", event),
         mock.patch.object(symmetric, "write_word", write),
-        mock.patch.object(FileBuffer, "barrier", noted),
+        mock.patch.object(hopper.FileBuffer, "barrier", noted),
         mock.patch.object(symmetric, "_read", lambda sources, parts, wanted: log.append(f"read {parts.dtype}")),
     ):
         engine = symmetric_of(ep, 4).engine
@@ -196,7 +185,7 @@ def test_a_kernel_that_waits_for_rows_waits_for_copies_alone(hopper_ranks, folde
 
 @on_each
 def who_tells(ep, folder, gpu):
-    with on_cpus(folder, gpu=gpu):
+    with hopper.on_cpus(folder, gpu=gpu):
         engine = symmetric_of(ep, 4).engine
         told = [engine.tells(8)]
         engine.gather([torch.zeros(4, 8)], 4)
@@ -220,10 +209,10 @@ def test_views_of_a_buffer_that_inference_made_can_be_written():
 
 @on_each
 def sizes_that_differ(ep, folder):
-    with on_cpus(folder):
-        made = layer(symmetric_of(ep, 8 + 8 * ep.rank))
+    with hopper.on_cpus(folder):
+        made = hopper.layer(symmetric_of(ep, 8 + 8 * ep.rank))
         with pytest.raises(fm.InputError, match="expected the same max_tokens") as raised:
-            made(torch.randn(4, HIDDEN).bfloat16())
+            made(torch.randn(4, hopper.HIDDEN).bfloat16())
         return str(raised.value)
 
 

@@ -16,22 +16,6 @@ E, H, I = 2, 32, 32  # noqa: E741  (experts, in features, out features)
 SPLITS = torch.tensor([5, 3])
 
 
-def broadcast(weight):
-    dist.broadcast(weight, 0)
-
-
-def broadcast_of_data(weight):
-    dist.broadcast(weight.data, 1)
-
-
-def all_reduce(weight):
-    dist.all_reduce(weight)
-
-
-def all_reduce_and_wait(weight):
-    dist.all_reduce(weight, async_op=True).wait()
-
-
 def all_reduce_in_place_of_compiled_graphs(weight):
     group = dist.group.WORLD.group_name
     torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(weight.data, "sum", group))
@@ -43,22 +27,9 @@ def coalesced(weight):
     manager.wait()
 
 
-def broadcast_coalesced(weight):
-    dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0)
-
-
-def gathered(weight):
-    half = weight.detach()[0].clone()
-    dist.all_gather(list(weight.data.unbind()), half)
-
-
 def scattered(weight):
     parts = [torch.full_like(weight, 0.5), torch.full_like(weight, 2.0)] if dist.get_rank() == 0 else None
     dist.scatter(weight.data, parts, src=0)
-
-
-def broadcast_in_a_subgroup(weight):
-    dist.broadcast(weight.data, 1, group=_SUBGROUPS[0])
 
 
 def broadcast_in_a_group_of_its_own(weight):
@@ -67,14 +38,23 @@ def broadcast_in_a_group_of_its_own(weight):
     dist.destroy_process_group(group)
 
 
-COLLECTIVES = [
-    broadcast, broadcast_of_data, all_reduce, all_reduce_and_wait, all_reduce_in_place_of_compiled_graphs, coalesced,
-    broadcast_coalesced, gathered, scattered, broadcast_in_a_subgroup, broadcast_in_a_group_of_its_own,
-]  # fmt: skip
+COLLECTIVES = {
+    "broadcast": lambda weight: dist.broadcast(weight, 0),
+    "broadcast of data": lambda weight: dist.broadcast(weight.data, 1),
+    "all_reduce": dist.all_reduce,
+    "all_reduce and wait": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
+    "all_reduce_ of compiled graphs": all_reduce_in_place_of_compiled_graphs,
+    "coalesced": coalesced,
+    "broadcast_coalesced": lambda weight: dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0),
+    "gathered": lambda weight: dist.all_gather(list(weight.data.unbind()), weight.detach()[0].clone()),
+    "scattered": scattered,
+    "in a subgroup": lambda weight: dist.broadcast(weight.data, 1, group=_SUBGROUPS[0]),
+    "in a group of its own": broadcast_in_a_group_of_its_own,
+}
 _SUBGROUPS = []  # of this process
 
 
-def after_a_collective(rank, collective, gradient):
+def after_a_collective(rank, name, gradient):
     """Whether the weight changed, what was quantized before and after, and the outputs of the layer and of a copy."""
     if not _SUBGROUPS:
         _SUBGROUPS.append(dist.new_group([0, 1]))
@@ -88,7 +68,7 @@ def after_a_collective(rank, collective, gradient):
             first = fc(x, splits=SPLITS)
             counts = [quantized.count]
             before = fc.weight.detach().clone()
-            collective(fc.weight)
+            COLLECTIVES[name](fc.weight)
             changed = not torch.equal(before, fc.weight)
             for _ in range(2):
                 y = fc(x, splits=SPLITS)
@@ -97,9 +77,9 @@ def after_a_collective(rank, collective, gradient):
     return changed, counts, torch.equal(y, want), torch.equal(y, first)
 
 
-@pytest.mark.parametrize(("collective", "gradient"), [(of, i % 2 == 1) for i, of in enumerate(COLLECTIVES)])
-def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, collective, gradient):
-    found = ranks.run(after_a_collective, collective, gradient)
+@pytest.mark.parametrize(("name", "gradient"), [(name, i % 2 == 1) for i, name in enumerate(COLLECTIVES)])
+def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
+    found = ranks.run(after_a_collective, name, gradient)
     changed = [f[0] for f in found]
     assert any(changed)
     for of_rank, (once, again, kept), as_fresh, as_before in found:
