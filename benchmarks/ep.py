@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,13 +34,12 @@ from benchmarks.shapes import Shape
 from fusedmoe.commands.bench.layer import activate, relative_error
 from fusedmoe.commands.bench.measure import WRONG
 from fusedmoe.commands.timing import CallTime, Timer, memory_of, why_not
-from fusedmoe.expert_parallel.group import EngineName
+from fusedmoe.expert_parallel.group import ENGINES
 
 REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
 TOKENS = (8192, 32768)
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
-ENGINES = tuple(name for name in get_args(EngineName) if name != "auto")
 SAMPLED_TOKENS = 32  # of each rank
 MIB = 1 << 20
 
@@ -145,7 +144,7 @@ def without_communication(work: Work) -> Candidate:
     return Candidate(call, leaves, dy, partial=True, plan=_plan(chain, x, index, probs))
 
 
-def by_engine(work: Work, engine: EngineName) -> Candidate:
+def by_engine(work: Work, engine: str) -> Candidate:
     """Return `fm.MoE`'s experts with an engine."""
     ep = fm.ExpertParallel(engine=engine, max_tokens=work.tokens)
     if ep.engine.name != engine:

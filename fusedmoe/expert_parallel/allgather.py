@@ -56,6 +56,3 @@ class AllGather(Engine):
         with writes_no_weight(self.group, out.device):
             work = collective(as_bytes(out), as_bytes(t), group=self.group, async_op=True)
         return work.wait  # type: ignore[no-any-return]
-
-
-ENGINE = AllGather

@@ -35,6 +35,3 @@ class AllToAll(VaryingEngine):
         with writes_no_weight(self.group, rows.device):
             dist.all_to_all_single(as_bytes(out), as_bytes(rows.contiguous()), [*received], [*sent], group=self.group)
         return out
-
-
-ENGINE = AllToAll

@@ -131,10 +131,13 @@ def nothing() -> None:
     """Wait for a result that is complete."""
 
 
+ENGINES: dict[str, type[Engine]] = {}  # by name; a class that has one is entered here
+
+
 class Engine:
     """Two exchanges of rows with static shapes. Each is a collective: every rank calls it, in the same order.
 
-    To add an engine, write a module with its class as `ENGINE`, and add the module's name to `group.EngineName`.
+    To add an engine, write its class in a module of its own, and import that in `fusedmoe.expert_parallel.group`.
 
     Parameters
     ----------
@@ -157,6 +160,11 @@ class Engine:
     name: ClassVar[str] = ""
     static_shapes: ClassVar[bool] = True
     compares_experts: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls):
+            ENGINES[cls.name] = cls
 
     def __init__(self, group: ProcessGroup, timeout_s: float = math.inf) -> None:
         self.group, self.timeout_s = group, timeout_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
 import torch
@@ -14,22 +13,19 @@ from torch import distributed as dist
 from fusedmoe.base.autocast import autocast_dtype
 from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.base.errors import InputError
+from fusedmoe.expert_parallel import allgather, alltoall, symmetric  # noqa: F401  (their engines are now in ENGINES)
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
-from fusedmoe.expert_parallel.engine import Engine, writes_no_weight
+from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.distributed import ProcessGroup
 
-EngineName = Literal["auto", "allgather", "alltoall", "symmetric"]  # "auto", and modules here that have an `ENGINE`
-ENGINES: dict[str, type[Engine]] = {
-    name: import_module(f"{__package__}.{name}").ENGINE for name in get_args(EngineName) if name != "auto"
-}
 OverflowPolicy = Literal["raise", "rerun", "drop"]
 
-_ENGINE = one_of(get_args(EngineName))
+_ENGINE = one_of(("auto", *ENGINES))
 _OVERFLOW = one_of(get_args(OverflowPolicy))
 _WHO = "ExpertParallel"
 
@@ -97,7 +93,7 @@ class ExpertParallel:
     def __init__(
         self,
         group: Any = None,
-        engine: EngineName = "auto",
+        engine: str = "auto",
         *,
         max_tokens: int | None = None,
         capacity: float | None = None,
@@ -112,7 +108,7 @@ class ExpertParallel:
         self.group: ProcessGroup = _process_group(group)
         self.ranks: int = self.group.size()
         self.rank: int = self.group.rank()
-        self.engine_name: EngineName = _ENGINE(f"{_WHO}: engine", engine)
+        self.engine_name: str = _ENGINE(f"{_WHO}: engine", engine)
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
         self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
         self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)

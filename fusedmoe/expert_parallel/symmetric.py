@@ -334,6 +334,3 @@ def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
         offsets.append(end)
         end += -(-size // ALIGNMENT) * ALIGNMENT
     return offsets, end
-
-
-ENGINE = Symmetric

@@ -32,7 +32,6 @@ from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import Combine, Dispatch, Scale
 
 if TYPE_CHECKING:
-    from fusedmoe.expert_parallel.group import EngineName
     from fusedmoe.fusion.report.data import Explanation
     from fusedmoe.ops import Op
 
@@ -54,7 +53,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
     class Config(RoutedExperts.Config):  # type: ignore[misc]
         """torchtitan's configuration, and ``engine`` and ``max_tokens`` as for `ExpertParallel`."""
 
-        engine: EngineName = "auto"
+        engine: str = "auto"
         max_tokens: int | None = None
 
     def __init__(self, config: Config) -> None:
@@ -138,12 +137,12 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
 
 
 # of all layers of a model: an object has buffers, and may have a process group of its own
-_of_mesh: WeakKeyDictionary[Any, dict[tuple[EngineName, int | None], ExpertParallel]] = WeakKeyDictionary()
+_of_mesh: WeakKeyDictionary[Any, dict[tuple[str, int | None], ExpertParallel]] = WeakKeyDictionary()
 
 
 @override(target=RoutedExperts.Config, description="Experts and their exchange of tokens by fusedmoe.")  # type: ignore[untyped-decorator]
 def routed_experts(
-    config: Any, *, recipe: str | None = None, engine: EngineName = "auto", max_tokens: int | None = None
+    config: Any, *, recipe: str | None = None, engine: str = "auto", max_tokens: int | None = None
 ) -> Any:
     """The override of experts and token dispatcher: return the configuration of `FusedRoutedExperts` for torchtitan's.
 

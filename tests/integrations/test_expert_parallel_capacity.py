@@ -210,6 +210,7 @@ def test_more_rows_than_the_bound(four, size, overflow):
 
 
 @pytest.mark.parametrize(("settings", "message"), [
+    ({"engine": "ring"}, r"engine: expected one of 'auto', 'allgather', 'alltoall', 'symmetric', got 'ring'"),
     ({"capacity": 0}, "capacity: expected a positive number or None, got 0"),
     ({"overflow": "clip"}, "overflow: expected one of 'raise', 'rerun', 'drop', got 'clip'"),
     ({"combine_dtype": torch.float16}, r"combine_dtype: expected torch.float32 or None, got torch.float16"),

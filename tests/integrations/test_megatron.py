@@ -469,23 +469,14 @@ def test_checkpoints_of_megatrons_own_experts(sequential, activation, singleton_
     metadata = {"singleton_local_shards": singleton_local_shards}
     own, module = sequential(activation)
     save_and_load(tmp_path / "own", own, module, **metadata)
-    x, probs, dy = rows()
-    x, dy = x.detach()[: sum(COUNTS)].requires_grad_(), dy[: sum(COUNTS)]
-    probs = probs.detach()[: sum(COUNTS)].requires_grad_()
+    x, probs = (t.detach()[: sum(COUNTS)] for t in rows()[:2])
     want, _ = own(x, torch.tensor(COUNTS), probs)
-    got, _ = module(x, torch.tensor(COUNTS), probs)
-    assert relative_error(got, want.double()) < 1e-5
-    inputs = torch.autograd.grad(want, [x, probs, *own.parameters()], dy, allow_unused=True)
-    ours = torch.autograd.grad(got, [x, probs, *module.parameters()], dy)
-    for i in (0, 1):
-        assert relative_error(ours[i], inputs[i].double()) < 1e-5
+    assert relative_error(module(x, torch.tensor(COUNTS), probs)[0], want.double()) < 1e-5
     before = [p.detach().clone() for p in own.parameters()]
     for parameter in own.parameters():
         parameter.data.zero_()
     save_and_load(tmp_path / "ours", module, own, **metadata)
     assert all(torch.equal(p, want) for p, want in zip(own.parameters(), before, strict=True))
-    again, _ = own(x, torch.tensor(COUNTS), probs)
-    assert torch.equal(again, want)
 
 
 @pytest.mark.filterwarnings("ignore")

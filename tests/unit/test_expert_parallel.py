@@ -10,7 +10,6 @@ from torch import distributed as dist
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.expert_parallel import group
 from fusedmoe.expert_parallel.engine import Pending
 
 REMEDY = "experts are spread over ranks by expert_parallel="
@@ -113,8 +112,3 @@ def test_an_infinite_largest_norm_computes_the_norm_alone(value):
     for wrong in (-1.0, float("nan"), -float("inf")):
         with pytest.raises(fm.InputError, match=r"max_norm: expected a number, 0 or more; math\.inf computes the norm"):
             fm.expert_parallel.clip_grad_norm_(layer, wrong)
-
-
-def test_modules_of_engines_have_their_names():
-    assert group.ENGINES
-    assert all(engine.name == name for name, engine in group.ENGINES.items())
