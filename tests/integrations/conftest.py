@@ -1,4 +1,4 @@
-"""Process groups, frameworks and compiled graphs of the tests here. Each pool of processes is started once, by the first
+"""Process groups, frameworks and compiled graphs of the tests here. A pool of processes is started once, by the first
 test that asks for it.
 """
 

@@ -12,16 +12,10 @@ import fusedmoe as fm
 E, H, I = 4, 16, 8  # noqa: E741  (experts, hidden, intermediate)
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_graphs"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo's own
     pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd is returning a function that doesn't take boxed"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def fresh_graphs():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(torch.nn.Module):
