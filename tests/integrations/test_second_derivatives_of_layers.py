@@ -133,14 +133,6 @@ def test_batches_that_are_those_of_torch():
     assert_close(jacobian(seq, x, vectorize=True), jacobian(seq, x))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch's own
-@pytest.mark.parametrize("name", ["grad", "jacrev", "hessian"])
-def test_transforms_of_functions_are_an_error(name):
-    seq, x = experts(), rows().detach()
-    with pytest.raises(fm.InputError, match=r"outside of the transforms of torch\.func"):
-        getattr(torch.func, name)(lambda x: seq(x, splits=SPLITS).sum())(x)
-
-
 class Inner(nn.Module):
     def __init__(self, inner, **inputs):
         super().__init__()

@@ -16,11 +16,6 @@ pytestmark = [
     pytest.mark.usefixtures("registered", "fresh_graphs"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo looks around
 ]
-# whose own code breaks the graph, whatever runs its experts, and why
-BREAKS_BY_ITSELF = {
-    "ernie4_5_vl_moe": "data-dependent branching",  # it asks whether there are tokens of images
-    "qwen4_exp": "data-dependent expression",  # its sparse attention takes sizes from a tensor
-}
 ROUTINGS = 6
 
 
@@ -66,36 +61,6 @@ def test_one_graph_for_every_routing(family):
         for seed in range(2, ROUTINGS):
             compiled(**other_tokens(tiny, seed))
     assert counter.frame_count == 1
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning")  # of grouped_mm
-@pytest.mark.parametrize("implementation", ["grouped_mm", "fusedmoe"])
-@pytest.mark.parametrize("family", BREAKS_BY_ITSELF)
-def test_what_breaks_a_graph_by_itself(family, implementation):
-    if family not in moe_families.family_names():
-        pytest.skip("this version of transformers has no such family")
-    tiny = moe_families.tiny(family, implementation, torch.bfloat16)
-    compiled = torch.compile(tiny.model, fullgraph=True, backend="eager")
-    with torch.no_grad(), pytest.raises(Exception, match=f"(?i){BREAKS_BY_ITSELF[family]}"):
-        compiled(**tiny.inputs)
-
-
-@pytest.mark.slow  # test_torch_compile.py compiles chains
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning", "ignore:.*:UserWarning")  # of Inductor's own code
-def test_inductor():
-    """A layer's router and experts: of a whole model it compiles far more that is not ours."""
-    block, x = one_layer("qwen3_moe").model.model.layers[0].mlp, torch.randn(2, 12, 64)
-
-    def outcome(run):
-        block.zero_grad()
-        given = x.clone().requires_grad_()
-        y = run(given)
-        y.square().sum().backward()
-        return {"y": y.detach(), "x": given.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
-
-    want = outcome(block)
-    assert_same(outcome(torch.compile(block, fullgraph=True)), want, rtol=1e-4, atol=1e-5)
 
 
 class Mish(nn.Module):

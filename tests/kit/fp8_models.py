@@ -12,7 +12,7 @@ IN_HIGH_PRECISION = {
     "qwen3_moe": ["lm_head", "q_proj", "k_proj", "v_proj", "o_proj"],
     "deepseek_v3": ["lm_head", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
 }
-SIZES = {"hidden_size": 192, "moe_intermediate_size": 128}
+SIZES = {"hidden_size": 192, "moe_intermediate_size": 128}  # the last block of the hidden size is not whole
 
 
 def dequantized(weight, scale, dtype=torch.float32, block=(128, 128)):

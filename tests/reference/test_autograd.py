@@ -138,17 +138,6 @@ def test_two_calls_in_one_graph(seq, x, probs):
     assert_close([y, *torch.autograd.grad(y.sum(), sources)], [expected, *torch.autograd.grad(expected.sum(), sources)])
 
 
-def test_without_gradients(seq, x, probs):
-    with_graph = call(seq, x, probs)
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            y = call(seq, x, probs)
-        assert not y.requires_grad
-        assert torch.equal(y, with_graph)
-    seq.requires_grad_(False)
-    assert not call(seq, x.detach(), probs.detach()).requires_grad
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("name", ["gpt_oss", "weights in combine"])
 def test_checkpointing_gives_the_same_bits(name, use_reentrant):

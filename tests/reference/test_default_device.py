@@ -10,7 +10,8 @@ import torch
 from kit.compare import assert_bitwise
 
 import fusedmoe as fm
-from fusedmoe.numerics.formats import fp8_block
+from fusedmoe.numerics.formats import Delayed, fp8_block
+from fusedmoe.numerics.recipes import FP8Tensor
 
 HERE = {"device": "cpu", "dtype": torch.bfloat16}  # sizes for the blocks of all recipes
 E, H, I, TOKENS = 4, 128, 128, 8  # noqa: E741
@@ -58,7 +59,7 @@ LAYERS = {
 }
 CASES = [(name, "bf16") for name in LAYERS] + [
     ("moe", "fp8_block"),
-    ("experts", "fp8_tensor"),
+    ("experts", FP8Tensor(delayed=Delayed(history=2))),
     ("experts", "fp8_row"),
     ("experts", "mxfp8"),
     ("dense", "nvfp4"),  # with a Hadamard transform

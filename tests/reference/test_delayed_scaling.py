@@ -263,17 +263,6 @@ def test_scales_follow_a_changed_format(before, after, through):
     assert (layer.amax_history.input.encode.log2() % 1 == 0).all() == after.power_of_two
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_delayed_scales_do_not_depend_on_the_default_dtype(dtype):
-    layer, x = fm.GroupedLinear(2, 32, 32, dtype=F32), leaf(6, 32, dtype=F32)
-    torch.set_default_dtype(dtype)
-    try:
-        train(layer, x=x)
-    finally:
-        torch.set_default_dtype(F32)
-    assert layer.amax_history.input.encode.dtype is F32
-
-
 # --- steps that are computed again ---------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """The whole layer against a dense loop over tokens and experts, and as one chain of router and experts."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -310,41 +309,6 @@ def test_lora_on_the_experts():
     nn.init.normal_(layer.experts.down.lora_B.weight)
     assert_same(layer, tokens())
     assert "experts.down.lora_A.LoRADown" in steps(layer.explain(tokens()))
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies_share_nothing(copied):
-    layer, x = layer_of(), tokens()
-    expected, other = layer(x), copied(layer)
-    assert torch.equal(other(x), expected)
-    with torch.no_grad():
-        other.router.weight.zero_()
-    assert torch.equal(layer(x), expected)
-    assert not torch.equal(other(x), expected)
-    assert_same(other, leaf(T, HIDDEN))
-
-
-def test_torch_compile_with_stats():
-    layer, x = layer_of(torch.float32, score="sigmoid"), tokens(dtype=torch.float32)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    wanted = (x, *layer.parameters())
-    for bias in (0, torch.linspace(2, 0, E)):
-        layer.router.balance_bias.copy_(layer.router.balance_bias + bias)
-        got, want = compiled(x, return_stats=True), layer(x, return_stats=True)
-        assert torch.equal(got[0], want[0])
-        torch.testing.assert_close(got[1], want[1])
-        expected = torch.autograd.grad(total(*want), wanted)
-        assert_close(torch.autograd.grad(total(*got), wanted), expected, rtol=1.3e-6, atol=1e-5)
-
-
-def test_second_derivatives_with_stats():
-    layer, x = layer_of(), tokens()
-    wanted, found = (x, *layer.parameters()), []
-    for result in (layer(x, return_stats=True), in_two_calls(layer, x)):
-        (g,) = torch.autograd.grad(total(*result), x, create_graph=True)
-        found.append(torch.autograd.grad(g.square().sum(), wanted))
-    assert all(t.any() for t in found[1])
-    assert_close(*found, rtol=1e-9, atol=1e-11)
 
 
 def test_options_of_the_experts_are_those_of_the_layer():

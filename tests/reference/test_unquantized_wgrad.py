@@ -14,7 +14,6 @@ from kit.splits import TAIL, UNEVEN, UNEVEN_ROWS, expert_rows
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.fusion.program.differentiable import SecondOrderError
 from fusedmoe.numerics.formats import Delayed, mxfp8
 from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.recipes import MXFP8, NVFP4, RECIPES, Custom, FP8Tensor
@@ -286,14 +285,6 @@ def test_checkpointing(use_reentrant):
     y.backward(dy)
     leaves = {"x": x, **dict(chain.named_parameters())}
     assert_bitwise({"y": y.detach()} | {name: t.grad for name, t in leaves.items()}, want)
-
-
-def test_second_derivatives_are_refused_as_for_other_quantized_chains():
-    fc, call = fm.GroupedLinear(E, K, N), given()
-    with fm.recipe(MIXED):
-        y = fc(call["x"], splits=UNEVEN)
-    with pytest.raises(SecondOrderError, match="quantized values"):
-        torch.autograd.grad(y.sum(), fc.weight, create_graph=True)
 
 
 def test_autocast_and_compiled():

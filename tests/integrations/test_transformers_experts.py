@@ -120,13 +120,6 @@ def test_few_tokens(tokens):
         assert_same(got, outcome(by_tokens, module, *given))
 
 
-def test_frozen_experts():
-    module, given = Plain(config()), arguments()
-    want = outcome(experts_forward, module, *given)
-    module.requires_grad_(False)
-    assert_same(outcome(experts_forward, module, *given), {name: want[name] for name in ("y", "x", "weights")})
-
-
 def test_wrong_shapes_say_so():
     module, (x, index, weights) = Plain(config()), arguments()
     with pytest.raises(fm.InputError, match=rf"GroupedLinear\(.*x: expected shape \(rows, {H}\)"):
@@ -250,19 +243,6 @@ def test_every_way_to_ask_for_it(tmp_path):
         model.set_experts_implementation("eager")
         moe_families.logits(tiny)
         assert expert_modules.OPS not in experts.__dict__
-
-
-def test_a_model_of_several_parts():
-    found = moe_families.find_class("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration")
-    config = found.config_class()
-    assert "text_config" in config.sub_configs
-    config.text_config = moe_families.small_config(type(config.text_config), {})
-    config.vision_config.depth, config.vision_config.hidden_size, config.vision_config.num_heads = 1, 32, 2
-    config.vision_config.deepstack_visual_indexes, config.vision_config.out_hidden_size = [0], 64
-    with torch.device("meta"):
-        model = found._from_config(config, experts_implementation={"text_config": "fusedmoe"})
-    assert model.config.text_config._experts_implementation == "fusedmoe"
-    assert model.config.vision_config._experts_implementation != "fusedmoe"
 
 
 def test_registered_twice_and_by_another_name():
