@@ -1,4 +1,4 @@
-"""Every way into ``fp8_block`` runs the fused FP8 kernels: transformers, FP8 checkpoints, Transformer Engine's recipe,
+"""Every way into ``fp8_block`` runs the fused FP8 kernels: transformers, FP8 checkpoints,
 torchtitan, Megatron-Core, FSDP2, and the demo.
 
 Frameworks that are not installed have stand-ins of their interface, those of tests/integrations.
@@ -27,8 +27,7 @@ from kit.fp8_layers import (
     tokens,
 )
 from kit.hopper import needs_gpu, needs_hopper
-from kit.te_recipes import Float8BlockScaling
-from kit.training import assert_equal, outcome, plan_of
+from kit.training import assert_equal, outcome
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -105,18 +104,7 @@ def assert_alike(found, want):
     assert_alike(found, want)
 
 
-# ------------------------------------------------------------------------------------------ recipes of other packages
-
-
-def test_a_recipe_object_of_transformer_engine():
-    layer, (x, dy) = moe(), tokens()
-    with fm.recipe("fp8_block"), fm.strict():
-        want = outcome(layer, x, dy)
-    fm.clear_weight_cache(layer)
-    with fm.recipe(Float8BlockScaling()), fm.strict():
-        got = outcome(layer, x, dy)
-        assert_products_are_fp8(plan_of(layer, x), "fp8_block")
-    assert_equal(got, want)
+# ---- experts of other packages
 
 
 def filled(module, chain):

@@ -48,8 +48,11 @@ def job(name):
     return Job.of_model(small, models.built(small, torch.device("cuda")), text.sequences(LENGTH, VOCABULARY, words))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])
-@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [("qwen3", "bf16"), ("gpt-oss", "bf16"), ("qwen3", "fp8_block"), ("olmoe", "bf16"), ("olmoe", "fp8_tensor"),
+     ("gpt-oss", "mxfp8"), ("deepseek-v3", "bf16"), ("deepseek-v3", "fp8_block")],
+)  # fmt: skip
 def test_losses_are_those_of_unfused_experts(name, recipe, record_property):
     of = job(name)
     torch.full((1 << 30,), float("nan"), dtype=torch.bfloat16, device="cuda")  # memory that the steps then reuse
@@ -66,20 +69,14 @@ def test_losses_are_those_of_unfused_experts(name, recipe, record_property):
     assert unfused[0] - mean(unfused) > 2  # it learns
     assert fused[:5] == pytest.approx(unfused[:5], abs=0.02)
     assert mean(fused) == pytest.approx(mean(unfused), abs=BOUND)
-
-
-@pytest.mark.parametrize("name", SLICES)
-def test_losses_without_experts_exceed_the_bound(name, record_property):
-    """The control of the test above: its bound is below the part of the losses that the experts contribute."""
-    of = job(name)
-    ready = made(Variant("bf16", "fusedmoe"), of.model)
-    with_experts = mean(train(of, ready, STEPS).losses)
-    for module in ready.model.modules():
-        if hasattr(module, "experts"):
-            module.experts.register_forward_hook(lambda _module, _args, result: torch.zeros_like(result))
-    without = mean(train(of, ready, STEPS).losses)
-    record_property("means", [name, with_experts, without])
-    assert without - with_experts > BOUND
+    if recipe == "bf16":  # the bound is below the part of the losses that the experts contribute
+        ready = made(Variant("bf16", "fusedmoe"), of.model)
+        for module in ready.model.modules():
+            if hasattr(module, "experts"):
+                module.experts.register_forward_hook(lambda _module, _args, result: torch.zeros_like(result))
+        without = mean(train(of, ready, STEPS).losses)
+        record_property("without experts", without)
+        assert without - mean(unfused) > BOUND
 
 
 def mean(losses):
