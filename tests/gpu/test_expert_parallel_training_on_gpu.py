@@ -3,14 +3,13 @@
 Each rank has a GPU: NCCL does not take two ranks on one.
 """
 
-import sys
 import warnings
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from kit.hopper import needs_gpu
+from kit.two_ranks import Ranks
 from torch import distributed as dist
 from torch import nn
 
@@ -26,9 +25,6 @@ pytestmark = [
 
 if not dist.is_available():
     pytest.skip("torch is built without distributed", allow_module_level=True)
-
-sys.path.append(str(Path(__file__).parents[1] / "integrations"))
-from kit.two_ranks import Ranks  # noqa: E402  (of the folder above)
 
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
 TOKENS = 2500, 1733  # of each rank: enough for the rules that overlap exchanges
