@@ -1,8 +1,4 @@
-"""Every way into ``fp8_block`` runs the fused FP8 kernels: transformers, FP8 checkpoints,
-torchtitan, Megatron-Core, FSDP2, and the demo.
-
-Frameworks that are not installed have stand-ins of their interface, those of tests/integrations.
-"""
+"""Ways into ``fp8_block`` run the fused FP8 kernels: transformers, FP8 checkpoints, FSDP2, and the demo."""
 
 import copy
 import json
@@ -18,12 +14,9 @@ from kit.fp8_layers import (
     E,
     H,
     I,
-    assert_products_are_fp8,
     count_quantized_weights,
-    experts,
     kernels,
     moe,
-    rows,
     tokens,
 )
 from kit.hopper import needs_gpu, needs_hopper
@@ -102,91 +95,6 @@ def assert_alike(found, want):
     """A model of another precision has about the same loss, and gradients of about the same direction."""
     assert found.keys() == want.keys()
     assert_alike(found, want)
-
-
-# ---- experts of other packages
-
-
-def filled(module, chain):
-    """A framework's experts with the weights of a chain."""
-    with torch.no_grad():
-        for mine, weight in zip(module, (chain[0].weight, chain[3].weight), strict=True):
-            mine.copy_(weight)
-
-
-@EACH
-def test_experts_of_torchtitan(recipe, monkeypatch):
-    """Through the recipe of the override, without one around the call; parameters in fp32, as torchtitan has them."""
-    from kit import torchtitan_stand_in as stand_in
-    from kit.framework_oracle import import_anew, install
-
-    install(monkeypatch, stand_in.MODULES)
-    ours = import_anew(monkeypatch, "fusedmoe.integrations.torchtitan")
-    config = stand_in.GroupedExperts.Config(dim=H, hidden_dim=I, num_experts=E)
-    module = ours.experts(config, recipe=recipe).build().to(DEVICE)
-    chain = experts()
-    with torch.no_grad():
-        gate, up = chain[0].weight.chunk(2, 1)
-        for parameter, weight in ((module.w1_EFD, gate), (module.w3_EFD, up), (module.w2_EDF, chain[3].weight)):
-            parameter.copy_(weight)
-    x, named, dy = rows(SPLITS, tail=5, beyond=torch.nan)
-    without_scale = fm.Sequential(chain[0], chain[1], chain[3])
-    with fm.recipe(recipe):
-        want = outcome(without_scale, x, dy, splits=named["splits"])
-    with fm.strict():
-        leaf = x.detach().requires_grad_()
-        y = module(leaf, named["splits"])
-        y.backward(dy)
-    (plan,) = module.explain(leaf, named["splits"]).plans
-    assert_products_are_fp8(plan, recipe)
-    gate, up = want["0.weight"].chunk(2, 1)
-    wanted = {"y": want["y"], "x": want["x"], "w1_EFD": gate, "w3_EFD": up, "w2_EDF": want["2.weight"]}
-    got = {"y": y.detach(), "x": leaf.grad, **{name: p.grad.to(BF16) for name, p in module.named_parameters()}}
-    assert_equal(got, wanted)
-
-
-@EACH
-def test_experts_of_megatron(recipe, monkeypatch):
-    """Through the parameter of the module, with gradients that are added to ``main_grad``."""
-    from kit import megatron_stand_in as stand_in
-    from kit.framework_oracle import install
-
-    from fusedmoe.integrations.megatron import FusedGroupedMLP
-
-    install(monkeypatch, stand_in.MODULES)
-    config = stand_in.transformer_config(
-        activation_func=torch.nn.functional.silu, gated_linear_unit=True, hidden_size=H, moe_ffn_hidden_size=I,
-        num_moe_experts=E, add_bias_linear=False, use_cpu_initialization=True, params_dtype=BF16,
-        gradient_accumulation_fusion=True,
-    )  # fmt: skip
-    counted = count_quantized_weights(monkeypatch)
-    module = FusedGroupedMLP(E, config, pg_collection=stand_in.ProcessGroupCollection(), recipe=recipe).to(DEVICE)
-    chain = experts()
-    weights = [module.linear_fc1.weight, module.linear_fc2.weight]
-    filled(weights, chain)
-    for weight in weights:
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    x, named, dy = rows(SPLITS, tail=5, beyond=torch.nan)
-    with fm.strict():
-        for _ in range(2):
-            leaf, probs = x.detach().requires_grad_(), named["probs"].detach().requires_grad_()
-            y, bias = module(leaf, named["splits"], probs)
-            y.backward(dy)
-    assert bias is None
-    assert len(counted) == 2, "once for both micro-batches"
-    for layer in (chain[0], chain[3]):
-        layer.accumulate_into_main_grad = True
-        layer.weight.main_grad = torch.zeros_like(layer.weight, dtype=torch.float32)
-    with fm.recipe(recipe), fm.strict():
-        for _ in range(2):
-            of_chain = x.detach().requires_grad_(), named["probs"].detach().requires_grad_()
-            want = chain(of_chain[0], splits=named["splits"], probs=of_chain[1])
-            want.backward(dy)
-    got = [y.detach(), leaf.grad, probs.grad, *(weight.main_grad for weight in weights)]
-    wanted = [want.detach(), *(t.grad for t in of_chain), chain[0].weight.main_grad, chain[3].weight.main_grad]
-    for a, b in zip(got, wanted, strict=True):
-        assert b.any()
-        assert torch.equal(a, b)
 
 
 # ------------------------------------------------------------------------------------------------------------- FSDP2

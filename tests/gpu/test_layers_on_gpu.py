@@ -93,40 +93,6 @@ def test_widths_of_real_models_need_no_host_sync(no_sync, width):
     assert error(y, want) < 8e-3
 
 
-@pytest.mark.parametrize(
-    "activation", [fm.SwiGLU(), fm.GeGLU(), fm.ReGLU(), fm.SwiGLU(limit=7.0, alpha=1.702, offset=1.0)]
-)
-def test_moe_on_the_gpu_is_moe_on_the_cpu(activation):
-    torch.manual_seed(2)
-    layer = fm.MoE(64, 32, 8, 2, activation=activation, shared_intermediate=32, bias=True)
-    twin = fm.MoE(64, 32, 8, 2, activation=activation, shared_intermediate=32, bias=True).to(DEVICE)
-    twin.load_state_dict(layer.state_dict())
-    x = torch.randn(3, 50, 64)
-    y, stats = layer(x, return_stats=True)
-    y_gpu, stats_gpu = twin(x.to(DEVICE), return_stats=True)
-    assert torch.equal(stats.load, stats_gpu.load.cpu())
-    assert error(y_gpu.cpu(), y.detach().double()) < 2e-3
-    assert torch.allclose(stats.load_balancing_loss, stats_gpu.load_balancing_loss.cpu(), rtol=1e-4)
-    y.square().sum().backward()
-    y_gpu.square().sum().backward()
-    for (name, a), b in zip(layer.named_parameters(), twin.parameters(), strict=True):
-        assert error(b.grad.cpu(), a.grad.double()) < 5e-3, name
-
-
-def test_dispatch_is_the_same_on_both_devices():
-    torch.manual_seed(3)
-    index = torch.randint(-1, 9, (500, 4))  # -1 and 8 are sentinels
-    weight = torch.rand(500, 4)
-    x = torch.randn(500, 16)
-    rows, provided = fm.Dispatch(8)(x, expert_index=index, expert_weight=weight)
-    rows_gpu, provided_gpu = fm.Dispatch(8)(
-        x.to(DEVICE), expert_index=index.to(DEVICE), expert_weight=weight.to(DEVICE)
-    )
-    assert torch.equal(rows, rows_gpu.cpu())
-    for name, value in provided.items():
-        assert torch.equal(value, provided_gpu[name].cpu()), name
-
-
 # ---- memory
 
 
