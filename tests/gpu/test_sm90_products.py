@@ -37,7 +37,16 @@ from fusedmoe.kernels.build import shipped
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import launch, products
 from fusedmoe.kernels.sm90.launch import Codes
-from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_128, CO_256, CO_256_ALONE, CO_256_ROWS, PP_128, PP_192
+from fusedmoe.kernels.sm90.tiles.choice import (
+    CANDIDATES,
+    CO_128,
+    CO_256,
+    CO_256_ALONE,
+    CO_256_ROWS,
+    PP_128,
+    PP_192,
+    PP_192_TALL,
+)
 from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, fp8_tensor, quantize
 from fusedmoe.numerics.formats.groups import group_of
 
@@ -162,9 +171,17 @@ FEW = {
 of_few = pytest.mark.parametrize("which", FEW)
 
 
-def few(which, *problem, **settings):
-    family, given = FEW[which]
-    return FAMILIES[family](*problem, **given, **settings)
+@pytest.fixture
+def few(tiles):
+    """Make a problem. Gathered rows and copied ones have the same tiles, and so the same bits."""
+
+    def make(which, *problem, **settings):
+        family, given = FEW[which]
+        if given.get("gather") or given.get("gathered"):
+            tiles(PP_192_TALL if given.get("gathered") == "x" else PP_192)
+        return FAMILIES[family](*problem, **given, **settings)
+
+    return make
 
 
 def named(row):
@@ -247,7 +264,7 @@ RAGGED = {
 
 @pytest.mark.parametrize("ragged", RAGGED)
 @of_few
-def test_splits(which, ragged):
+def test_splits(which, ragged, few):
     few(which, *RAGGED[ragged], 128, 144).check(KernelOptions(120) if "gathered" in which else DEFAULT)
 
 
@@ -266,13 +283,13 @@ def widths():
 
 
 @pytest.mark.parametrize(("which", "n", "k"), [*widths()])
-def test_widths(which, n, k):
+def test_widths(which, n, k, few):
     few(which, (130, 0, 61), 5, n, k).check()
     if FEW[which][0] in ("plain", "wgrad"):
         few(which, (130, 0, 61), 5, n, k, exact=True).check()
 
 
-def test_one_token():
+def test_one_token(few):
     for which in FEW:
         if "gathered" in which:
             few(which, tokens=1).check()
@@ -429,8 +446,9 @@ def test_no_gathered_value_of_another_expert_is_read(gathered, config, tiles):
 
 @needs_gpu
 @pytest.mark.parametrize("gathered", ["grad_output", "x"])
-def test_tokens_further_than_32_bits_reach(gathered):
+def test_tokens_further_than_32_bits_reach(gathered, tiles):
     """The offset of the last token is more than 2^32 bytes."""
+    tiles(PP_192_TALL if gathered == "x" else PP_192)
     tokens, width, used = 40_000, 65_536, 73
     wide = torch.empty(tokens, width, dtype=BF16, device=DEVICE)[:, :136]
     wide[-used:] = torch.randn(used, 136, device=DEVICE)
@@ -494,7 +512,7 @@ LARGER = ((900, 0, 61, 1, 127, 1258, 0, 300), 200)
     "options", [KernelOptions(1000), KernelOptions(20, "static"), KernelOptions(0, "static")], ids=str
 )
 @of_few
-def test_options_change_no_bit(which, options):
+def test_options_change_no_bit(which, options, few):
     """With the tiles that are chosen. The row scale's gradient is a sum over tiles, whose width may be another."""
     case = few(which, *LARGER, 768, 272)
     for a, b in zip(case.run(options), case.run(DEFAULT), strict=True):
@@ -600,7 +618,7 @@ def test_tile_counters_return_to_zero(family, config, settings, tiles):
 
 @needs_gpu
 @of_few
-def test_a_graph_follows_the_splits(which, no_sync):
+def test_a_graph_follows_the_splits(which, no_sync, few):
     """Replays with other splits and indices than the captured ones; nothing waits for the device. Nothing is NaN here,
     since any row may become an expert's.
     """
