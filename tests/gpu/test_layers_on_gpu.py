@@ -13,14 +13,12 @@ from kit.compare import pairwise
 from kit.hopper import DEVICE, capture, needs_gpu
 from kit.oracles import meaning
 from kit.poison import nan_in_new_tensors
-from kit.training import BF16, error
+from kit.training import BF16, E, H, I, K, error, experts, inputs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmoe as fm
 from fusedmoe.base.log import forget_said
-
-E, H, I, K = 16, 128, 64, 4  # noqa: E741
 
 SPLITS = {
     "uneven": [5, 0, 1, 127, 128, 129, 0, 33, 2, 0, 64, 7, 0, 0, 19, 3],
@@ -28,25 +26,6 @@ SPLITS = {
     "all empty": [0] * 16,
     "first and last": [100] + [0] * 14 + [57],
 }
-
-
-def experts(bias=False, dtype=BF16, device=DEVICE):
-    torch.manual_seed(0)
-    kind = {"bias": bias, "device": device, "dtype": dtype}
-    return fm.Sequential(
-        fm.GroupedLinear(E, H, 2 * I, **kind), fm.SwiGLU(), fm.Scale("probs"), fm.GroupedLinear(E, I, H, **kind)
-    )
-
-
-def inputs(splits, spare=37, dtype=BF16):
-    """Rows, factors and the gradient of the output, with a tail of NaN; splits on the device."""
-    generator = torch.Generator(DEVICE).manual_seed(1)
-    rows = sum(splits) + spare
-    x, dy = (torch.randn(rows, H, device=DEVICE, generator=generator).to(dtype) for _ in range(2))
-    probs = torch.rand(rows, device=DEVICE, generator=generator) + 0.5
-    for t in (x, dy, probs):
-        t[sum(splits) :] = torch.nan
-    return x.requires_grad_(), probs.requires_grad_(), dy, torch.tensor(splits, device=DEVICE)
 
 
 def clean(*tensors):

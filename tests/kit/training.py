@@ -11,6 +11,7 @@ import fusedmoe as fm
 from kit.hopper import DEVICE
 
 BF16 = torch.bfloat16
+E, H, I, K = 16, 128, 64, 4  # noqa: E741
 AS_EXACT = 1.5  # times the error of plain PyTorch
 
 
@@ -75,3 +76,22 @@ def random_splits(experts, rows, seed):
     generator = torch.Generator(DEVICE).manual_seed(seed)
     chosen = torch.randint(0, experts, (rows,), device=DEVICE, generator=generator) ** 2 // experts
     return torch.bincount(chosen, minlength=experts)
+
+
+def experts(bias=False, dtype=BF16, device=DEVICE):
+    torch.manual_seed(0)
+    kind = {"bias": bias, "device": device, "dtype": dtype}
+    return fm.Sequential(
+        fm.GroupedLinear(E, H, 2 * I, **kind), fm.SwiGLU(), fm.Scale("probs"), fm.GroupedLinear(E, I, H, **kind)
+    )
+
+
+def inputs(splits, spare=37, dtype=BF16):
+    """Rows, factors and the gradient of the output, with a tail of NaN; splits on the device."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    rows = sum(splits) + spare
+    x, dy = (torch.randn(rows, H, device=DEVICE, generator=generator).to(dtype) for _ in range(2))
+    probs = torch.rand(rows, device=DEVICE, generator=generator) + 0.5
+    for t in (x, dy, probs):
+        t[sum(splits) :] = torch.nan
+    return x.requires_grad_(), probs.requires_grad_(), dy, torch.tensor(splits, device=DEVICE)
