@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as command
-from benchmarks import ep, ep_model, ep_page, page
+from benchmarks import ep, ep_model, page
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
@@ -68,33 +68,11 @@ def test_the_approximation_is_close_for_many_experts():
         assert expected_share(parts, ep_model.DEEPSEEK_V3.top_k) < exact
 
 
-def text_of_scale(machines):
-    return " ".join(page.render_scale(machines=machines).split())
-
-
 def ep_results(machine, **rows):
     """Like an ``ep.json``."""
-    named = [
-        {"name": name.replace("_", " "), "ms": ms, "exposed_ms": None, "x_no_communication": 1.04, "host_us": 5.0,
-         "host_syncs": 0, "peak_bytes": 2**30, "buffer_bytes": 2**29,
-         "communication": {"sms": 24, "us": 9, "copies_gb_s": 371.4}}
-        for name, ms in rows.items()
-    ]  # fmt: skip
-    exchanges = {"symmetric": {"gather": {"ms": 0.1, "bytes": 1, "gb_s": 360.4}}}
-    shapes = [
-        {"name": n, "tokens_per_rank": 8192, "rows": named, "exchanges": exchanges}
-        for n in ("qwen3-30b-a3b", "another")
-    ]
-    heading = {"machine": machine, "commit": "abc", "nccl": "2.28.9", "reps": 3, "versions": {"torch": "2.11"}}
-    return heading | {"ranks": 2, "shapes": shapes}
-
-
-def written(machines, **measured):
-    """Write an ``ep.json`` per folder."""
-    for name, results in measured.items():
-        (machines / name).mkdir()
-        (machines / name / "ep.json").write_text(json.dumps(results))
-    return machines
+    named = [{"name": name.replace("_", " "), "ms": ms} for name, ms in rows.items()]
+    shapes = [{"name": n, "tokens_per_rank": 8192, "rows": named} for n in ("qwen3-30b-a3b", "another")]
+    return {"machine": machine, "ranks": 2, "shapes": shapes}
 
 
 def test_the_prediction_has_the_experts_of_the_measurement():
@@ -105,36 +83,6 @@ def test_the_prediction_has_the_experts_of_the_measurement():
     assert found[1].predicted_ms == pytest.approx(5.0 + alltoall.exposed_ms)
     assert found[1].deviation == pytest.approx(found[1].predicted_ms / 6.0 - 1)
     assert not ep_model.checks(RESULTS, [ep_results("another GPU", alltoall=6.0)]), "without the experts' own time"
-
-
-def test_the_page_of_scale_has_the_deviation_from_measurements(tmp_path):
-    assert "from the model" not in text_of_scale(tmp_path)
-    measured = ep_results("A", no_communication=2.9, symmetric=9.0)
-    text = text_of_scale(written(tmp_path, a=measured))
-    assert "deviate by up to 67%" in text
-    assert "less than 70% slower" in text
-
-
-def test_the_choice_names_what_the_model_cannot_tell_apart():
-    text = page.render_scale()
-    assert "| qwen3-30b-a3b | 2 | `symmetric` or `allgather` | 2.7 | 2.8 | 2.8 | 3.5 |  |" in text
-    assert "| deepseek-v3 | 64 | `alltoall` |" in text
-
-
-def test_the_benchmark_page_has_tables_of_each_gpu(tmp_path):
-    without = page.render(machines=tmp_path)
-    assert ep_page.SECTION in without
-
-    rows = {"no communication": 2.5, "symmetric": 3.0, "alltoall": None, ep.UNFUSED_PEER: 9.0}
-    on_cpu = ep_results("CPU", **rows) | {"nccl": None}
-    written(tmp_path, b=ep_results("B", **rows), a=ep_results("A", **rows), cpu=on_cpu)
-    text = page.render(machines=tmp_path)
-    assert text.index("## Expert parallelism") < text.index("### 2 x A\n") < text.index("### 2 x B\n")
-    assert "x CPU" not in text, "its layer is a tiny one"
-    assert "NCCL 2.28.9, torch 2.11, commit abc, medians of 3 calls." in text
-    assert "| qwen3-30b-a3b | 8192 | symmetric | 3.00 | 1.04 |  | 5 | 0 | 24 | 371 | 1.50 |" in text
-    assert "| qwen3-30b-a3b | 8192 | symmetric, gather | 0.100 | 360 |" in text
-    assert "alltoall |" not in text
 
 
 def test_the_section_ep_needs_torchrun(capsys, monkeypatch):

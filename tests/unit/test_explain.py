@@ -55,6 +55,11 @@ def layers_of_hopper():
     return chain, rows(dtype=BF16, hidden=64), inputs(scale=True, dtype=torch.float32)
 
 
+def quantized():
+    layers = [GroupedLinear(toy.E, 32, 64, recipe="nvfp4"), SwiGLU(), GroupedLinear(toy.E, 32, 32, recipe="mxfp8")]
+    return fm.Sequential(*layers), rows(dtype=torch.float32, hidden=32), inputs()
+
+
 CASES = {
     "unfused": ([], lambda: (experts(), rows(), inputs())),
     "fused": ([gemm_glu(), gemm(), dgrad_dglu(), wgrad()], lambda: (experts(scale=True), rows(), inputs(scale=True))),
@@ -67,6 +72,7 @@ CASES = {
     "host_sync": ([], lambda: (fm.Sequential(fm.SwiGLU(), ReadsHost()), rows(), {})),
     "split": ([gemm_glu(), gemm()], moe),
     "nested": ([], lambda: (fm.Sequential(fm.Sequential(fm.SwiGLU()), fm.Sequential(fm.SquaredReLU())), rows(), {})),
+    "quantized": ([], quantized),
     "empty": ([], lambda: (fm.Sequential(), rows(), {})),
     "builtin": (BUILTIN, lambda: (experts(scale=True), rows(), inputs(scale=True))),
     "builtin_sm90": (BUILTIN, layers_of_hopper),

@@ -59,20 +59,6 @@ def test_calls_that_share_a_plan_have_bytes_of_their_own(recipe):
     assert len({(plan.kept, plan.forward_source, plan.backward_source) for plan in plans}) == 1
 
 
-def test_many_small_experts_cost_more_in_blocks_than_in_bf16():
-    """A block for every expert, and those that are full: 68 of 128 rows, for 512 rows in all; as many rows with one
-    scale per expert.
-    """
-    chain, x, named = experts(64, 256, 256), rows(512, 256), {"splits": splits(64, 512)}
-    kept = {}
-    for recipe in RECIPES:
-        with fm.recipe(recipe):
-            kept[recipe] = check_bytes(chain, x, **named).kept_bytes
-    assert kept["nvfp4"] < kept["bf16"] < kept["mxfp8"] < kept["fp8_tensor"] < kept["fp8_block"]
-    padded, offsets = 68 * 128, 64 * 4
-    assert kept["fp8_block"] == 2 * 256 * (padded + padded // 128 * 4) + 512 * 512 * 2 + offsets
-
-
 def test_offsets_that_codes_alone_hold_are_kept_too():
     chain = fm.Sequential(fm.Dispatch(num_experts=4), fm.Quantize("mxfp8"), fm.SwiGLU(), fm.Combine())
     index, weight = torch.randint(0, 4, (20, 2)), torch.rand(20, 2, requires_grad=True)
@@ -124,32 +110,6 @@ def test_a_gradient_of_quantized_rows_is_not_taken_for_quantized():
 # --- formats -------------------------------------------------------------------------------------------------------
 
 
-def test_the_formats_of_a_recipe():
-    with fm.recipe("mxfp8"):
-        plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
-    everything = ("0:weight", "2:weight", "0:input", "2:input", "2:grad", "0:grad")
-    assert plan.formats == {"mxfp8 e4m3 1x32": everything}
-    assert [s.quantizes for s in plan.steps if "Quantize" in s.ops[0]] == [
-        ((what, "mxfp8 e4m3 1x32"),) for what in everything
-    ]
-    assert f"quantized to:\n  mxfp8 e4m3 1x32: {', '.join(everything)}\nunfused" in str(plan)
-
-
-def test_the_format_of_a_layer_with_a_recipe_of_its_own():
-    chain = experts()
-    chain[0].recipe = "nvfp4"
-    with fm.recipe("mxfp8"):
-        plan = only_plan(chain, rows(20, 32), splits=splits(4, 20))
-    assert list(plan.formats.items()) == [
-        ("nvfp4 e2m1 16x16", ("0:weight",)),
-        ("mxfp8 e4m3 1x32", ("2:weight", "2:input", "2:grad")),
-        ("nvfp4 e2m1 1x16, Hadamard", ("0:input",)),
-        ("nvfp4 e2m1 1x16, stochastic rounding, Hadamard", ("0:grad",)),
-    ]
-    lines = [f"  {format}: {', '.join(names)}" for format, names in plan.formats.items()]
-    assert "\n".join(["quantized to:", *lines]) in str(plan)
-
-
 def test_delayed_scaling_is_named():
     with fm.recipe(FP8Tensor(delayed=Delayed())):
         formats = only_plan(experts(), rows(20, 32), splits=splits(4, 20)).formats
@@ -180,12 +140,6 @@ def test_a_fused_step_says_what_it_quantizes():
     assert fused.ops == ("1.SwiGLU", "2:input.Quantize")
     assert fused.quantizes == (("2:input", "mxfp8 e4m3 1x32"),)
     assert plan.formats == {"mxfp8 e4m3 1x32": ("0:weight", "2:weight", "0:input", "2:input")}
-
-
-def test_nothing_is_said_where_nothing_is_quantized():
-    plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
-    assert plan.formats == {}
-    assert "quantized" not in str(plan)
 
 
 def test_long_lines_are_wrapped():

@@ -459,27 +459,6 @@ def test_a_weight_is_that_of_the_layer_after(ops, message):
 # --- what is said --------------------------------------------------------------------------------------------------
 
 
-def test_the_explanation_shows_what_is_quantized_and_how_it_is_multiplied():
-    chain, x = experts(), rows()
-    with fm.recipe("mxfp8"):
-        plan = only_plan(chain, x, splits=SPLITS)
-    text = str(plan)
-    products = [op for s in plan.steps if s.path == "emulated" for op in s.ops]
-    assert products == ["0.GroupedLinear", "2.GroupedLinear", "2.Wgrad", "2.Dgrad", "0.Wgrad", "0.Dgrad"]
-    assert text.count("unfused emulated") == 6
-    with fm.recipe("mxfp8"):
-        chain(x, splits=SPLITS)
-    # per expert 64 * 64 + 64 * 32 elements of one byte, and one byte of scale per 32 elements; in two forms, since the
-    # rows need a gradient
-    assert plan.weight_bytes == fm.weight_cache_bytes(chain) == 2 * E * (H * 2 * I + I * H) * 33 // 32
-    assert "quantized weights: 24.8 KiB, kept until the weights change" in text
-    with fm.recipe("mxfp8"):
-        frozen = only_plan(chain, x.detach(), splits=SPLITS)
-    assert frozen.weight_bytes == plan.weight_bytes - E * H * 2 * I * 33 // 32
-    plain = only_plan(chain, x, splits=SPLITS)
-    assert plain.weight_bytes == 0
-
-
 @pytest.mark.parametrize("name", CLASSES)
 def test_strict_has_nothing_to_say_of_quantized_chains(name, builtin_rules):
     chain, x = experts(dtype=torch.bfloat16), rows(torch.bfloat16)
