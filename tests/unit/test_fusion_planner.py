@@ -249,21 +249,6 @@ def test_unavailable_on_this_device():
     assert not any(a.on_this_device for a in plan.attempts)
 
 
-def test_unavailable_by_a_pattern(monkeypatch):
-    chain, x, named = experts(), rows(), inputs()
-    expected = toy.outcome(chain, x, **named)
-    with fm.register(*FORWARD, *BACKWARD):
-        with fm.disabled("toy.gemm*"):
-            plan = only_plan(chain, x, **named)
-            assert status(plan, "toy.gemm_glu", 0) == (Status.UNAVAILABLE, "switched off by 'toy.gemm*'")
-            assert rules_used(plan, "forward") == ["toy.glu_scale"]
-        monkeypatch.setenv("FUSEDMOE_DISABLE", "*.wgrad, toy.d*")
-        plan = only_plan(chain, x, **named)
-        assert status(plan, "toy.wgrad") == (Status.UNAVAILABLE, "switched off by '*.wgrad'")
-        assert rules_used(plan, "backward") == []
-        toy.assert_same(toy.outcome(chain, x, **named), expected)
-
-
 def test_every_rule_has_one_status_at_every_place():
     with fm.register(*FORWARD, *BACKWARD):
         plan = only_plan(experts(scale=True), rows(), **inputs(scale=True))

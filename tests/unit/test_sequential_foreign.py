@@ -36,16 +36,6 @@ def test_a_layer_norm_between_two_ops():
     assert_same(outcome(chain, x, **named), outcome(ByHand([up, act, norm, down]), x, **named))
 
 
-def test_dropout_follows_train_and_eval():
-    chain = fm.Sequential(*experts(), nn.Dropout(0.5))
-    x, named = rows(), inputs()
-    whole = chain[:3](x, **named)
-    assert torch.equal(chain.eval()(x, **named), whole)
-    dropped = chain.train()(x, **named)
-    assert ((dropped == 0) | torch.isclose(dropped, 2 * whole)).all()
-    assert not torch.equal(dropped, whole)
-
-
 @pytest.mark.parametrize("where", [1, 4])
 def test_what_dispatch_provides_crosses_a_split_with_its_gradients(where):
     """Router weights reach Combine, or Scale, on the other side of a foreign module; their gradients come back."""
