@@ -91,7 +91,7 @@ def test_a_whole_run_and_its_page(tmp_path, monkeypatch):
     factor = ours["tokens_per_s"] / stock["tokens_per_s"]
     assert f"| {TINY.title} | {stock['tokens_per_s']:,.0f} |  | {ours['tokens_per_s']:,.0f} ({factor:.2f}x) |" in shown
     assert "Not measured: SonicMoE: has no clamp." in shown
-    # another model's run keeps the entry
+    # the run of another model keeps the entry
     monkeypatch.setattr(run, "measure", lambda of, *_: {"name": of.name, "variants": []})
     run.run([replace(TINY, name="olmoe")], CPU, tmp_path)
     assert [entry["name"] for entry in json.loads(file.read_text())["models"]] == ["qwen3", "olmoe"]
