@@ -171,13 +171,6 @@ def test_one_group_has_exactly_its_rows():
         assert few <= many < 1.001 * few, config.name
 
 
-def test_few_rows_are_estimated_to_take_as_long_as_reading_the_weights():
-    problem = Problem("activation", 8 * 256, 128, 1536, 2048, SMS)
-    seconds = cycles(problem, choose(problem)) / 1.45e9
-    weights_bytes = 128 * 1536 * 2048 * 2
-    assert 2e12 < weights_bytes / seconds < 3.35e12
-
-
 @pytest.mark.parametrize("coarse", MEASURED, ids=lambda coarse: "-".join(map(str, coarse)))
 def test_measured_configurations_are_candidates(coarse):
     family, rows, columns, depth = coarse
