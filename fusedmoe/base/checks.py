@@ -149,17 +149,10 @@ def check_factory(who: str, device: Any, dtype: Any) -> None:
 
 
 class Checked:
-    """A module whose settings are checked whenever they are set, in the constructor and later.
+    """A module whose settings are checked whenever they are set, in the constructor and later."""
 
-    Attributes
-    ----------
-    _checks : dict of str to Check
-        The check of each setting, by attribute name.
-    _fixed : tuple of str
-        The settings that cannot be changed, since other attributes are derived from them.
-    """
-
-    _checks: ClassVar[Mapping[str, Check]] = {}
+    _checks: ClassVar[Mapping[str, Check]] = {}  # the check of each setting, by attribute name
+    # The settings that cannot be changed, since other attributes are derived from them.
     _fixed: ClassVar[tuple[str, ...]] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:

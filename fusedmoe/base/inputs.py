@@ -45,16 +45,10 @@ def check_names(
 ) -> None:
     """Raise unless exactly the wanted runtime inputs are given.
 
-    Parameters
-    ----------
-    who
-        The module that was called, for the message.
-    wanted
-        Each runtime input, with the ops that take it.
-    given
-        The names of the keyword arguments.
-    provided
-        Values that ops provide, each with the op's label. The caller must not give them.
+    - ``who``: the module that was called, for the message.
+    - ``wanted``: each runtime input, with the ops that take it.
+    - ``given``: the names of the keyword arguments.
+    - ``provided``: values that ops provide, each with the op's label. The caller must not give them.
     """
     for name in given:
         if name not in wanted:

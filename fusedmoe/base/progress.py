@@ -21,19 +21,11 @@ Advance: TypeAlias = "Callable[[str], None]"
 def counted(total: int, unit: str, console: Console | None = None) -> Iterator[Advance]:
     """Show ``done/total`` while the block runs; lines printed meanwhile stay above the bar.
 
-    Parameters
-    ----------
-    total
-        Number of items.
-    unit
-        Plural name of the items, such as ``"kernels"``.
-    console
-        The output; stderr by default.
+    - ``total``: number of items.
+    - ``unit``: plural name of the items, such as ``"kernels"``.
+    - ``console``: the output; stderr by default.
 
-    Yields
-    ------
-    Callable
-        To be called with the name of each completed item.
+    It yields a function, to be called with the name of each completed item.
     """
     from rich.console import Console
 

@@ -54,10 +54,8 @@ current = _target.get
 def planned_for(arch: object, dtype: object = None) -> Iterator[Target | None]:
     """Plan calls inside the block for this architecture; None keeps the current target.
 
-    Raises
-    ------
-    InputError
-        ``arch`` is no architecture, or ``dtype`` is no floating-point dtype or is given without ``arch``.
+    Raises `InputError`: ``arch`` is no architecture, or ``dtype`` is no floating-point dtype or is given without
+    ``arch``.
     """
     if arch is None:
         if dtype is not None:

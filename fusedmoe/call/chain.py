@@ -46,29 +46,19 @@ if TYPE_CHECKING:
 class Chain:
     """Consecutive ops, planned once for each kind of call.
 
-    Parameters
-    ----------
-    nodes
-        The ops and their labels.
-    exports
-        Values that the ops provide for parts after the chain.
-    sorted_rows, provided, returns_rows
-        As in `Graph`.
+    Arguments:
+    - ``nodes``: the ops and their labels.
+    - ``exports``: values that the ops provide for parts after the chain.
+    - ``sorted_rows``, ``provided``, ``returns_rows``: as in `Graph`.
 
-    Attributes
-    ----------
-    inputs : tuple of str
-        The runtime inputs.
-    arguments : tuple of str
-        The arguments of a plan, in order: the rows, the runtime inputs and the parameters.
-    takers : dict of str to list of str
-        Each runtime input, with the ops that take it.
-    parameters : list of (Op, str, str)
-        For each parameter its op, its name in the op, and its name in the chain.
-    casts : tuple of bool
-        Whether autocast casts each of `arguments`. Runtime inputs keep their dtypes; see also `Op.autocasts`.
-    name : str
-        The chain's name in a model, for log lines; empty if it is not known.
+    Its attributes:
+    - ``inputs`` (tuple of str): the runtime inputs.
+    - ``arguments`` (tuple of str): the arguments of a plan, in order: the rows, the runtime inputs and the parameters.
+    - ``takers`` (dict of str to list of str): each runtime input, with the ops that take it.
+    - ``parameters`` (list of (Op, str, str)): for each parameter its op, its name in the op, and its name in the chain.
+    - ``casts`` (tuple of bool): whether autocast casts each of `arguments`. Runtime inputs keep their dtypes; see also
+      `Op.autocasts`.
+    - ``name`` (str): the chain's name in a model, for log lines; empty if it is not known.
     """
 
     def __init__(

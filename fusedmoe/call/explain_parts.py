@@ -34,10 +34,7 @@ def explain_parts(
 
     With ``run``, every part except the last is run. Otherwise only modules are, on tensors without memory.
 
-    Raises
-    ------
-    InputError
-        A module before another part cannot be called on tensors without memory.
+    Raises `InputError`: a module before another part cannot be called on tensors without memory.
     """
     explained = []
     counted = True

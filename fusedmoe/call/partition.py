@@ -96,10 +96,7 @@ class ModulePart:
     ) -> tuple[Tensor, bool]:
         """Call the module with `call_module`; return as `ChainPart.run`. A `Sequential` uses its own options.
 
-        Raises
-        ------
-        InputError
-            The module returned no tensor, and an op comes after it.
+        Raises `InputError`: the module returned no tensor, and an op comes after it.
         """
         y, counted = call_module(self.module, x, named, self.call, counted)
         if wrong := why_no_rows(y, self.call):
@@ -124,14 +121,9 @@ def partition_for(
 ) -> Partition:
     """Return the partition of a module for a call with these runtime inputs. It is cached while it is valid.
 
-    Parameters
-    ----------
-    root, given
-        The module, and the names of the runtime inputs.
-    returned
-        The provided values that the call returns besides its rows.
-    casts
-        Whether autocast changes the dtype of the call's rows; None if it is off.
+    - ``root``, ``given``: the module, and the names of the runtime inputs.
+    - ``returned``: the provided values that the call returns besides its rows.
+    - ``casts``: whether autocast changes the dtype of the call's rows; None if it is off.
     """
     state = root._of_process
     partition: Partition | None = state.partition
@@ -173,39 +165,25 @@ def partition_of_call(
 class Partition:
     """The parts of a module in order.
 
-    Parameters
-    ----------
-    root
-        A `Sequential`, an `MoE`, or an op that is called alone.
-    sorted_rows
-        The caller gives ``splits`` although no op requires them; see `may_be_sorted`.
-    divided
-        Ops that autocast casts and ops that it does not cast are in different chains; see `Op.autocasts`.
-    returned
-        The provided values that the call returns besides its rows. An op that is called alone returns all of them.
+    Arguments:
+    - ``root``: a `Sequential`, an `MoE`, or an op that is called alone.
+    - ``sorted_rows``: the caller gives ``splits`` although no op requires them; see `may_be_sorted`.
+    - ``divided``: ops that autocast casts and ops that it does not cast are in different chains; see `Op.autocasts`.
+    - ``returned``: the provided values that the call returns besides its rows. An op that is called alone returns all
+      of them.
 
-    Attributes
-    ----------
-    parts : list
-        `ChainPart` and `ModulePart`.
-    modules : ModulesOfPartition
-        The modules that it was made from. If they have changed, the partition does not hold.
-    wanted : dict
-        Each runtime input that the caller must give, with the ops that take it.
-    names : set of str
-        The names in `wanted`.
-    parameters : dict
-        For each parameter of the chains its op, and its name in the op.
-    provided : dict
-        Each value that an op provides, with the op's label.
-    changes_rows : bool
-        Whether a module declares that its output has other rows than its input.
-    may_be_sorted : bool
-        Whether no op requires ``splits``, but one accepts them.
-    exchanges : bool
-        Whether an op or a module exchanges tensors with other ranks.
-    mixed : bool
-        Whether a chain has ops that autocast casts and ops that it does not cast.
+    Its attributes:
+    - ``parts`` (list): `ChainPart` and `ModulePart`.
+    - ``modules`` (ModulesOfPartition): the modules that it was made from. If they have changed, the partition does not
+      hold.
+    - ``wanted`` (dict): each runtime input that the caller must give, with the ops that take it.
+    - ``names`` (set of str): the names in `wanted`.
+    - ``parameters`` (dict): for each parameter of the chains its op, and its name in the op.
+    - ``provided`` (dict): each value that an op provides, with the op's label.
+    - ``changes_rows`` (bool): whether a module declares that its output has other rows than its input.
+    - ``may_be_sorted`` (bool): whether no op requires ``splits``, but one accepts them.
+    - ``exchanges`` (bool): whether an op or a module exchanges tensors with other ranks.
+    - ``mixed`` (bool): whether a chain has ops that autocast casts and ops that it does not cast.
     """
 
     def __init__(

@@ -218,10 +218,8 @@ class _Block(ContextDecorator, Generic[_T]):
     def __call__(self, function: _F) -> _F:
         """Decorate a function: each call runs inside the block.
 
-        Raises
-        ------
-        InputError
-            The function is a generator or a coroutine, whose body runs after the decorated call has returned.
+        Raises `InputError`: the function is a generator or a coroutine, whose body runs after the decorated call has
+        returned.
         """
         kinds = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
         if any(is_kind(function) for is_kind in kinds):

@@ -32,12 +32,8 @@ class Boundary(NamedTuple):
 def boundaries(modules: Sequence[tuple[str, nn.Module]], taker: str | None = None) -> list[Boundary]:
     """Return the rows before each module, and those after the last.
 
-    Parameters
-    ----------
-    modules
-        The modules with their labels.
-    taker
-        The caller's name, if the input rows of the first module are sorted.
+    - ``modules``: the modules with their labels.
+    - ``taker``: the caller's name, if the input rows of the first module are sorted.
     """
     provider = ""  # of the splits: the caller
     # for each set: the first taker, and the provider of the splits that count its rows

@@ -34,12 +34,8 @@ if TYPE_CHECKING:
 class ModulesOfPartition:
     """The modules that a partition was made from, and whether they have hooks.
 
-    Attributes
-    ----------
-    global_hook : bool
-        Whether torch has a hook for all modules.
-    replaced : list of Replaced
-        The ops that other modules replace. It is filled after the walk over the modules.
+    - ``global_hook`` (bool): whether torch has a hook for all modules.
+    - ``replaced`` (list of Replaced): the ops that other modules replace. It is filled after the walk over the modules.
     """
 
     def __init__(self) -> None:

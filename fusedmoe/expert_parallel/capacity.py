@@ -26,20 +26,11 @@ _SHIFT = 32  # bits of the rows in an entry of `_OnDevice.worst`
 
 @dataclass(frozen=True)
 class RowLimit:
-    """The number of rows of the experts of one rank, for the tokens of all ranks.
+    """The number of rows of the experts of one rank, for the tokens of all ranks."""
 
-    Attributes
-    ----------
-    ranks : int
-        P.
-    experts : int
-        The experts of a rank, E / P.
-    capacity : float or None
-        The rows of a rank as a multiple of N*K, those under even routing; None for the largest number that it can need.
-    """
-
-    ranks: int
-    experts: int
+    ranks: int  # P
+    experts: int  # the experts of a rank, E / P
+    # The rows of a rank as a multiple of N*K, those under even routing; None for the largest number that it can need.
     capacity: float | None
 
     def rows(self, tokens: int, chosen: int) -> int:
@@ -75,14 +66,9 @@ class _OnDevice:
 class Overflow:
     """The slots that found no row, on each rank. All ranks count those of all, so they have the same counts.
 
-    Parameters
-    ----------
-    raises
-        Whether a slot without a row is an error.
-    capacity
-        For the error's text.
-    ranks
-        P.
+    - ``raises``: whether a slot without a row is an error.
+    - ``capacity``: for the error's text.
+    - ``ranks``: P.
     """
 
     def __init__(self, raises: bool, capacity: float | None, ranks: int) -> None:
@@ -92,11 +78,8 @@ class Overflow:
     def count(self, needed_P: Tensor, rows: int) -> None:
         """Count a call in which the ranks need these rows and have ``rows`` each.
 
-        Raises
-        ------
-        InputError
-            An overflow is an error, and one was read. Every rank raises it in the same call: on a CPU in the call that
-            overflows, on a GPU in the call `LAG` calls later.
+        Raises `InputError`: an overflow is an error, and one was read. Every rank raises it in the same call: on a CPU
+        in the call that overflows, on a GPU in the call `LAG` calls later.
         """
         here = self._devices.get(needed_P.device)
         if here is None:

@@ -52,10 +52,7 @@ class Copies:
     def check(self, group: ProcessGroup, x: Tensor) -> None:
         """Compare the weights with those of the other ranks, if it is the turn of this exchange of the rows ``x``.
 
-        Raises
-        ------
-        InputError
-            All ranks have the same values. Every rank raises the error in the same exchange.
+        Raises `InputError`: all ranks have the same values. Every rank raises the error in the same exchange.
         """
         if not has_values(x):  # no exchange
             return

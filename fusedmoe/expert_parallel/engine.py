@@ -50,23 +50,15 @@ def collectives(group: ProcessGroup, device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The rows of an exchange that matter to this rank: an engine may leave out all others.
+    """The rows of an exchange that matter to this rank: an engine may leave out all others."""
 
-    Parameters
-    ----------
-    chosen
-        K, chosen experts per token, from which an engine estimates their number.
-    rows
-        Returns which they are; see the methods of `Engine`. An engine that leaves out rows calls it, on the stream of
-        its exchange.
-    bind_copy
-        ``bind_copy(out, sms)`` returns a function ``copy(source, row_of, out)`` for tensors (N, ...) like ``out``:
-        ``out[n] = source[row_of[n]]``, zeros where ``row_of[n]`` is N, by a kernel on ``sms`` SMs. It returns None if
-        no kernel copies such rows: then an engine leaves out none of them.
-    """
-
-    chosen: int
+    chosen: int  # K, chosen experts per token, from which an engine estimates their number
+    # Returns which they are; see the methods of `Engine`. An engine that leaves out rows calls it, on the stream of its
+    # exchange.
     rows: Callable[..., Tensor]
+    # ``bind_copy(out, sms)`` returns a function ``copy(source, row_of, out)`` for tensors (N, ...) like ``out``:
+    # ``out[n] = source[row_of[n]]``, zeros where ``row_of[n]`` is N, by a kernel on ``sms`` SMs. It returns None if no
+    # kernel copies such rows: then an engine leaves out none of them.
     bind_copy: Callable[[Tensor, int], Callable[..., object] | None] = lambda out, sms: None
 
 
@@ -78,18 +70,11 @@ def expected_share(ranks: int, chosen: int) -> float:
 class Pending:
     """Tensors that an engine is still writing.
 
-    Parameters
-    ----------
-    results
-        The results of the exchange, one for each tensor that was given.
-    waits
-        For each, a function that lets the current stream wait until it is complete.
-    given
-        Objects that hold the tensors that the exchange reads: they live until it is complete.
-    begun
-        Lets the current stream wait until a kernel may wait for the rows of other ranks, see `Engine.tells`.
-    give_back
-        Tells the engine that all work that reads a lent result has been launched.
+    - ``results``: the results of the exchange, one for each tensor that was given.
+    - ``waits``: for each, a function that lets the current stream wait until it is complete.
+    - ``given``: objects that hold the tensors that the exchange reads: they live until it is complete.
+    - ``begun``: lets the current stream wait until a kernel may wait for the rows of other ranks, see `Engine.tells`.
+    - ``give_back``: tells the engine that all work that reads a lent result has been launched.
     """
 
     def __init__(
@@ -139,26 +124,15 @@ class Engine:
 
     To add an engine, write its class in a module of its own, and import that in `fusedmoe.expert_parallel.group`.
 
-    Parameters
-    ----------
-    group
-        The ranks.
-    timeout_s
-        Seconds that a rank waits for the others in one exchange, if the engine itself waits.
-
-    Attributes
-    ----------
-    name : str
-        The engine's name, as `ExpertParallel` takes it.
-    static_shapes : bool
-        Whether all shapes of an exchange follow from those of its arguments. If not, the engine is a `VaryingEngine`:
-        the hosts wait for their devices, so that no work runs beside an exchange.
-    compares_experts : bool
-        Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
+    Arguments:
+    - ``timeout_s``: seconds that a rank waits for the others in one exchange, if the engine itself waits.
     """
 
-    name: ClassVar[str] = ""
+    name: ClassVar[str] = ""  # the engine's name, as `ExpertParallel` takes it
+    # Whether all shapes of an exchange follow from those of its arguments. If not, the engine is a `VaryingEngine`: the
+    # hosts wait for their devices, so that no work runs beside an exchange.
     static_shapes: ClassVar[bool] = True
+    # Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
     compares_experts: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
@@ -194,21 +168,14 @@ class Engine:
 
         Those of this rank are complete first, for the current stream. The others arrive in the order of the tensors.
 
-        Parameters
-        ----------
-        tensors
-            (T, ...) each, contiguous, on one device.
-        rows
-            N. The rows of a rank after its own T have any values.
-        wanted
-            Its function gets the gathered tensors except the last, and returns (P*N,) bool: the wanted rows of the
-            last one. All other rows have any values. None: all rows are wanted.
-        lend
-            Whether the last result may be memory of the engine, which saves a copy. The next exchange overwrites it,
-            so the caller calls `Pending.give_back` before, after the last launch that reads it.
-        told
-            (1,) int32, on the device: 0 from now on for the current stream, and 1 when the last result is complete.
-            Only if the engine `tells`.
+        - ``tensors``: (T, ...) each, contiguous, on one device.
+        - ``rows``: N. The rows of a rank after its own T have any values.
+        - ``wanted``: its function gets the gathered tensors except the last, and returns (P*N,) bool: the wanted rows
+          of the last one. All other rows have any values. None: all rows are wanted.
+        - ``lend``: whether the last result may be memory of the engine, which saves a copy. The next exchange
+          overwrites it, so the caller calls `Pending.give_back` before, after the last launch that reads it.
+        - ``told``: (1,) int32, on the device: 0 from now on for the current stream, and 1 when the last result is
+          complete. Only if the engine `tells`.
         """
         raise NotImplementedError
 
@@ -217,12 +184,8 @@ class Engine:
 
         If that is a `start_exchange` of some of them, an engine need not copy these.
 
-        Parameters
-        ----------
-        like
-            All tensors of the exchange, in order; their memory is not used.
-        device
-            Where the results are.
+        - ``like``: all tensors of the exchange, in order; their memory is not used.
+        - ``device``: where the results are.
         """
         return [torch.empty(t.shape, dtype=t.dtype, device=device) for t in like]
 
@@ -233,12 +196,9 @@ class Engine:
         The rows of this rank for itself are those of the argument when the exchange is waited for: the caller may write
         them until then.
 
-        Parameters
-        ----------
-        tensors
-            (P*N, ...) each, contiguous, on one device.
-        wanted
-            Its function returns (P, N) bool. All other rows are zeros on every rank. None: all rows are wanted.
+        - ``tensors``: (P*N, ...) each, contiguous, on one device.
+        - ``wanted``: its function returns (P, N) bool. All other rows are zeros on every rank. None: all rows are
+          wanted.
         """
         raise NotImplementedError
 

@@ -77,12 +77,8 @@ class GradScaler(torch.amp.GradScaler):
 def check_scaler(optimizer: torch.optim.Optimizer, marker: str) -> None:
     """Raise if a `torch.amp.GradScaler` that decides on each rank alone is stepping an optimizer of shards.
 
-    Parameters
-    ----------
-    optimizer
-        The optimizer, in a hook before its step.
-    marker
-        An attribute of the shards.
+    - ``optimizer``: the optimizer, in a hook before its step.
+    - ``marker``: an attribute of the shards.
     """
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_FRAMES):

@@ -188,13 +188,7 @@ def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
 
 
 class Averaged:
-    """The modules inside a module whose parameters are shards: those that `average_gradients` was called for.
-
-    Parameters
-    ----------
-    root
-        The module.
-    """
+    """The modules inside a module whose parameters are shards: those that `average_gradients` was called for."""
 
     def __init__(self, root: nn.Module) -> None:
         found = [*owners(root)]

@@ -49,12 +49,8 @@ SMS = 16
 class Symmetric(Engine):
     """`start_gather` and `start_exchange` by reads of the memory of other ranks.
 
-    Parameters
-    ----------
-    group
-        The ranks, all in one NVLink domain, each with its own GPU.
-    timeout_s
-        Seconds that a rank waits for the others in one exchange.
+    - ``group``: the ranks, all in one NVLink domain, each with its own GPU.
+    - ``timeout_s``: seconds that a rank waits for the others in one exchange.
     """
 
     name: ClassVar[str] = "symmetric"
@@ -273,17 +269,11 @@ class Symmetric(Engine):
 class _Gathered:
     """A tensor (T, ...) of this rank, and the result (P, N, ...) with those of all ranks.
 
-    Parameters
-    ----------
-    given
-        The tensor.
-    of_ranks
-        For each rank, the place of such a result in its buffer. A rank writes its own rows there, whether or not its
-        result is lent: the ranks may differ in this.
-    rank
-        This rank.
-    lent
-        Whether the result is its place in the buffer.
+    - ``given``: the tensor.
+    - ``of_ranks``: for each rank, the place of such a result in its buffer. A rank writes its own rows there, whether
+      or not its result is lent: the ranks may differ in this.
+    - ``rank``: this rank.
+    - ``lent``: whether the result is its place in the buffer.
     """
 
     def __init__(self, given: Tensor, of_ranks: Sequence[Tensor], rank: int, lent: bool) -> None:

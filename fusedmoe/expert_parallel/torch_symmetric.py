@@ -46,12 +46,8 @@ def write_word(word: Tensor, value: int) -> None:
 class SymmetricBuffer:
     """Memory of the same size on every rank, which every rank can address.
 
-    Parameters
-    ----------
-    nbytes
-        Bytes on each rank: the same number on every rank.
-    group, device
-        The ranks, and the device of this one.
+    - ``nbytes``: bytes on each rank: the same number on every rank.
+    - ``group``, ``device``: the ranks, and the device of this one.
     """
 
     def __init__(self, nbytes: int, group: ProcessGroup, device: torch.device) -> None:

@@ -29,31 +29,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ExplainedModules:
-    """Modules of a model that have the same plans.
+    """Modules of a model that have the same plans."""
 
-    Attributes
-    ----------
-    names : tuple of str
-        Their names in the model.
-    kind : str
-        Their class.
-    explanation : Explanation or None
-        The plans of the first module; None if planning failed.
-    note : str
-        The reason for a failure.
-    router : str
-        The class of the model's own router, which chooses the experts and runs unchanged. Empty if a `Router` is part
-        of the plans, and if no router was found next to the module.
-    why_own_router : str
-        The reason for that, from an integration; empty if none is known.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    explanation: Explanation | None
-    note: str = ""
+    names: tuple[str, ...]  # their names in the model
+    kind: str  # their class
+    explanation: Explanation | None  # the plans of the first module; None if planning failed
+    note: str = ""  # the reason for a failure
+    # The class of the model's own router, which chooses the experts and runs unchanged. Empty if a `Router` is part of
+    # the plans, and if no router was found next to the module.
     router: str = ""
-    why_own_router: str = ""
+    why_own_router: str = ""  # the reason for that, from an integration; empty if none is known
 
     @property
     def name(self) -> str:
@@ -63,18 +48,11 @@ class ExplainedModules:
 
 @dataclass(frozen=True)
 class ModelExplanation:
-    """The plans of the experts and MLPs of a model. ``str()`` is a table with a line per group of modules.
+    """The plans of the experts and MLPs of a model. ``str()`` is a table with a line per group of modules."""
 
-    Attributes
-    ----------
-    groups : tuple of ExplainedModules
-        Modules with the same plans, in the order of the model. ``print(result.groups[0].explanation)`` shows each
-        step.
-    tokens : int
-        The number of tokens, or rows, of the planned call. All bytes are for this number.
-    """
-
+    #: Modules with the same plans, in the order of the model. ``print(result.groups[0].explanation)`` shows each step.
     groups: tuple[ExplainedModules, ...]
+    #: The number of tokens, or rows, of the planned call. All bytes are for this number.
     tokens: int = 0
 
     @property

@@ -81,10 +81,7 @@ def plot_expert_load(loads: Loads, *, axes: Axes | None = None) -> Figure:
 def new_figure(width: float, height: float) -> Figure:
     """Return a figure of this size in inches, which needs no display and does not change the state of pyplot.
 
-    Raises
-    ------
-    ImportError
-        matplotlib is not installed.
+    Raises `ImportError`: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -14,22 +14,13 @@ __all__ = ["KINDS", "Activation", "Kind"]
 
 @dataclass(frozen=True)
 class Kind:
-    """An entry of the table.
+    """An entry of the table."""
 
-    Attributes
-    ----------
-    gated : bool
-        Whether two input features, gate and up, give one output feature.
-    heavy : bool
-        Whether the derivative's code at the widest tile exceeds an SM's instruction cache, which makes it slow. Then
-        narrower tiles are chosen.
-    shipped : bool
-        Whether common kernels with the activation are built ahead of time.
-    """
-
-    gated: bool = True
+    gated: bool = True  # whether two input features, gate and up, give one output feature
+    # Whether the derivative's code at the widest tile exceeds an SM's instruction cache, which makes it slow. Then
+    # narrower tiles are chosen.
     heavy: bool = False
-    shipped: bool = False
+    shipped: bool = False  # whether common kernels with the activation are built ahead of time
 
     @property
     def options(self) -> tuple[str, ...]:

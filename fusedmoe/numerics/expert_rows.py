@@ -16,17 +16,10 @@ def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
 
     The ends are clamped on the device, so that kernels stay within the rows for any values of ``splits``.
 
-    Parameters
-    ----------
-    splits_E
-        Rows per expert, shape (E,), any integer dtype.
-    num_rows
-        R, the number of rows.
+    - ``splits_E``: rows per expert, shape (E,), any integer dtype.
+    - ``num_rows``: R, the number of rows.
 
-    Returns
-    -------
-    Tensor
-        int32, shape (E,), non-decreasing, within [0, R].
+    Returns: int32, shape (E,), non-decreasing, within [0, R].
     """
     return splits_E.clamp(min=0).cumsum(0, dtype=torch.int64).clamp_(max=num_rows).to(torch.int32)
 
@@ -71,23 +64,12 @@ def sort_by_expert(
     A slot with an id outside [0, E) is a sentinel: its row comes after those of all experts and is not counted. With
     fewer rows than slots, the last slots in this order have no row.
 
-    Parameters
-    ----------
-    expert_index_TK
-        (T, K) integers.
-    num_experts
-        E.
-    num_rows
-        R, at most T*K; None for T*K.
+    - ``expert_index_TK``: (T, K) integers.
+    - ``num_experts``: E.
+    - ``num_rows``: R, at most T*K; None for T*K.
 
-    Returns
-    -------
-    slot_of_row : Tensor
-        (R,) int64: the routing slot ``t * K + k`` of row r.
-    row_of_slot : Tensor
-        (T, K) int64: the row of a slot, R for a sentinel and for a slot without a row.
-    splits : Tensor
-        (E,) int64: rows per expert.
+    Returns: ``slot_of_row`` (R,) int64, the routing slot ``t * K + k`` of row r; ``row_of_slot`` (T, K) int64, the row
+    of a slot, R for a sentinel and for a slot without a row; ``splits`` (E,) int64, rows per expert.
     """
     # int64: the ids' dtype may be too narrow for E, which the comparison and the sentinels' key need
     flat_R = expert_index_TK.reshape(-1).to(torch.int64)

@@ -50,12 +50,8 @@ class Glue:
 class Derive(Glue):
     """A value that is derived from a runtime input and the number of rows.
 
-    Parameters
-    ----------
-    derived
-        The definition.
-    taker
-        The op that error messages name.
+    - ``derived``: the definition.
+    - ``taker``: the op that error messages name.
     """
 
     def __init__(self, derived: Derived, taker: str) -> None:
@@ -71,10 +67,7 @@ class Derive(Glue):
     def check(self, source: Tensor, rows: Tensor) -> None:
         """Check the contents of the input, for ``FUSEDMOE_DEBUG``. This waits for the device.
 
-        Raises
-        ------
-        InputError
-            An entry is out of range.
+        Raises `InputError`: an entry is out of range.
         """
         try:
             self.derived.check(source, rows)
@@ -96,12 +89,8 @@ def derive(derived: Derived, taker: str) -> Derive:
 class QuantizeWeight(Glue):
     """``output = quantize(weight)``, by rows, by columns, or both; the result is cached until the weight changes.
 
-    Parameters
-    ----------
-    run
-        The function that quantizes the weight, and caches the result on the layer.
-    launches
-        Number of kernels that it launches.
+    - ``run``: the function that quantizes the weight, and caches the result on the layer.
+    - ``launches``: number of kernels that it launches.
     """
 
     needs = ("weight",)
@@ -123,11 +112,6 @@ class StoredWeight(Glue):
 
     A backward pass makes the form by columns for the step that reads it, and no call keeps it, since it takes as much
     memory as the parameters.
-
-    Parameters
-    ----------
-    layer
-        The layer.
     """
 
     needs = ("weight", "scale")
@@ -141,10 +125,7 @@ class StoredWeight(Glue):
     def infer(self, weight: SpecLike | None, scale: SpecLike | None, dtype: torch.dtype) -> QuantizedSpec:
         """Return the spec by rows, for rows of this dtype.
 
-        Raises
-        ------
-        InputError
-            Codes or scales have the wrong shape or dtype, or the rows the wrong dtype.
+        Raises `InputError`: codes or scales have the wrong shape or dtype, or the rows the wrong dtype.
         """
         if dtype not in DTYPES:
             raise self.layer.reject("x", "float32, bfloat16 or float16, for a quantized weight", dtype)

@@ -43,10 +43,7 @@ def drawn(
     The values of all E experts are drawn, one expert at a time. So ranks with equal generators get different experts,
     and their generators are equal afterwards. On a CPU, the E experts are those that one process would draw at once.
 
-    Parameters
-    ----------
-    like
-        A tensor (E / P, ...), for shape and device.
+    - ``like``: a tensor (E / P, ...), for shape and device.
     """
     here = like.shape[0]
     ranks, rank = (1, 0) if expert_parallel is None else (expert_parallel.ranks, expert_parallel.rank)

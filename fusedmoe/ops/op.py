@@ -72,18 +72,10 @@ Tensors = Tensor | tuple[Tensor, ...]
 
 
 class Caller:
-    """The functions that run a call. `fusedmoe.call.modes` registers them, since ops cannot import the planner.
+    """The functions that run a call. `fusedmoe.call.modes` registers them, since ops cannot import the planner."""
 
-    Attributes
-    ----------
-    run
-        `fusedmoe.call.modes.run`.
-    parts_for_compiler
-        `fusedmoe.call.modes.parts_for_compiler`.
-    """
-
-    run: Callable[..., Any]
-    parts_for_compiler: Callable[..., Any]
+    run: Callable[..., Any]  # `fusedmoe.call.modes.run`
+    parts_for_compiler: Callable[..., Any]  # `fusedmoe.call.modes.parts_for_compiler`
 
     def register(self, *, run: Callable[..., Any], parts_for_compiler: Callable[..., Any]) -> None:
         """Set both functions."""
@@ -128,121 +120,82 @@ class Op(Checked, Runnable):
     shape or dtype, the subclass also defines `infer`. Autograd computes the gradient unless the class defines
     `backward_ops`. A subclass that overrides `compute` does not inherit `backward_ops`.
 
-    Attributes
-    ----------
-    parameter_names : tuple of str
-        The parameters that `compute` takes, in order. A missing one (``bias=False``) is passed as ``None``.
-    runtime_inputs : tuple of str
-        The values that `compute` takes by name, in order, from the call or from an earlier op that provides them.
-    provides : tuple of str
-        The values that `compute` returns after its output, for later ops.
-    provides_if_read : tuple of str
-        Further values for later ops. If one of them is read, `compute` and `infer` are called with ``all_values=True``,
-        and return all of them after those of `provides`. The op must define `backward_ops`.
-    stages : dict of str to str
-        Names of gradients that a backward op gives to later backward ops of the same op: ``"logits"`` for
-        ``grad_logits``. Each is mapped to the provided value that has its shape and dtype.
-    rowwise_inputs : tuple of str
-        The `runtime_inputs` with one entry per row. Their gradient is zero for rows without an expert.
-    applies : tuple of str
-        The `runtime_inputs` that may be applied only once in a chain, such as a router probability.
-    aliases : dict of str to str
-        Fixed names, for rules, of values that the user names.
-    gathers : dict of str to (str, str)
-        The values that are rows of another value: ``{"output": ("input", "token_of_row")}`` means ``output[r] =
-        input[token_of_row[r]]``, with an int32 index within the rows of ``input``. Rules may read such rows through
-        their source and index, see `fusedmoe.fusion.language.rule.Step`. For rows without an expert, the op may write
-        other values.
-    provided_with : dict of str to str
-        Values for rules and `gathers`, which `compute` does not take: ``{"token_of_row": "slot_of_row"}`` means the
-        ``token_of_row`` of the op in the chain that provides ``slot_of_row``, if it provides both.
-    zeroes_tail : bool
-        Whether the output has zeros in rows without an expert, for any input.
-    draws_random : bool
-        Whether `compute` draws random numbers from the default generators; see the notes.
-    changes_rows : bool
-        Whether the output has other rows than the input (`Dispatch`, `Combine`).
-    travels : tuple of str
-        The values with rows of all ranks, if the op exchanges rows with them; it has an attribute ``expert_parallel``.
-        Its gradients then have no derivatives.
-    travels_as : dict of str to Format
-        The formats of those that travel as codes and scales. All others travel in their own dtype.
-    contracts : dict of str to int
-        The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
-        -2 by columns. All other operands are dequantized.
-    optional_inputs : tuple of str
-        Derived values that `compute` takes after all others; None for a value that the chain does not have. With
-        ``"offsets"``, the op accepts ``splits=`` when it is called alone.
-    passes_forward, passes_backward : bool
-        Whether the op leaves rows, or their gradient, unchanged. An op that passes rows forward has no step in that
-        direction, unless it provides values: `compute` and `infer` then return these alone, and the op must define
-        `backward_ops`. An op that passes gradients backward has no step in that direction.
-    returns_rows : bool
-        Whether the rows are a result of a call of the op alone. If not, no gradient of the rows arrives: the op passes
-        rows forward, and its `forward` returns none.
-    autocasts : bool
-        Whether autocast casts the op's rows and parameters. If not, and autocast would cast the rows of its chain, the
-        op is in a chain of its own.
-    launches : int
-        Approximate number of kernels that the plain-PyTorch path launches on a GPU, for the planner's cost.
-    quantizes : Quantizer or None
-        The quantizer of the output. `compute` then also takes ``axes=`` and ``training=``, and returns one
-        `QuantizedTensor` per axis.
-    quantizes_weight : Quantizer or None
-        The quantizer of the weight of the linear layer that follows.
-    weight_format : Format or None
-        The format of a weight that the op stores quantized: the parameter ``weight`` has the codes, with the quantized
-        axis last, and ``weight_scale_inv`` the scales. `compute` takes the `QuantizedTensor` in place of both. The
-        weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.call.quantization.by_roles`.
-    weight_shape : tuple of int
-        The shape of a linear layer's weight before quantization.
-    packs : bool
-        Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.numerics.formats.packed.Packed` among
-        ``axes``.
-    parts : int
-        The parts that the features of the input consist of: 2 for ``[gate | up]``; 1 for an activation of single
-        features; 0 for an op whose input has no packed layout.
-    only_quantizes : bool
-        Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
-        after other ops of this kind.
-    _checks, _fixed
-        See `fusedmoe.base.checks.Checked`.
+    - ``passes_forward``, ``passes_backward`` (bool): whether the op leaves rows, or their gradient, unchanged. An op
+      that passes rows forward has no step in that direction, unless it provides values: `compute` and `infer` then
+      return these alone, and the op must define `backward_ops`. An op that passes gradients backward has no step in
+      that direction.
+    - ``_checks``, ``_fixed``: see `fusedmoe.base.checks.Checked`.
 
-    Notes
-    -----
     A recomputation of an op with ``draws_random`` (backward pass, second derivatives) first sets the generators to
     their states before the original call. Backward steps can read these states as ``random_state`` and
     ``device_random_state``. `torch.compile` runs a chain with such an op uncompiled.
     """
 
+    #: The parameters that `compute` takes, in order. A missing one (``bias=False``) is passed as ``None``.
     parameter_names: ClassVar[tuple[str, ...]] = ()
+    #: The values that `compute` takes by name, in order, from the call or from an earlier op that provides them.
     runtime_inputs: tuple[str, ...] = ()
-    provides: tuple[str, ...] = ()
+    provides: tuple[str, ...] = ()  #: The values that `compute` returns after its output, for later ops
+    #: Further values for later ops. If one of them is read, `compute` and `infer` are called with ``all_values=True``,
+    #: and return all of them after those of `provides`. The op must define `backward_ops`.
     provides_if_read: ClassVar[tuple[str, ...]] = ()
+    #: Names of gradients that a backward op gives to later backward ops of the same op: ``"logits"`` for
+    #: ``grad_logits``. Each is mapped to the provided value that has its shape and dtype.
     stages: ClassVar[Mapping[str, str]] = {}
+    #: The `runtime_inputs` with one entry per row. Their gradient is zero for rows without an expert.
     rowwise_inputs: tuple[str, ...] = ()
+    #: The `runtime_inputs` that may be applied only once in a chain, such as a router probability.
     applies: tuple[str, ...] = ()
-    aliases: Mapping[str, str] = {}
+    aliases: Mapping[str, str] = {}  #: Fixed names, for rules, of values that the user names
+    #: The values that are rows of another value: ``{"output": ("input", "token_of_row")}`` means ``output[r] =
+    #: input[token_of_row[r]]``, with an int32 index within the rows of ``input``. Rules may read such rows through
+    #: their source and index, see `fusedmoe.fusion.language.rule.Step`. For rows without an expert, the op may write
+    #: other values.
     gathers: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    #: Values for rules and `gathers`, which `compute` does not take: ``{"token_of_row": "slot_of_row"}`` means the
+    #: ``token_of_row`` of the op in the chain that provides ``slot_of_row``, if it provides both.
     provided_with: ClassVar[Mapping[str, str]] = {}
+    #: The operands that `compute` accepts in quantized form, each with the axis that `compute` sums over: -1 by rows,
+    #: -2 by columns. All other operands are dequantized.
     contracts: ClassVar[Mapping[str, int]] = {}
+    #: Derived values that `compute` takes after all others; None for a value that the chain does not have. With
+    #: ``"offsets"``, the op accepts ``splits=`` when it is called alone.
     optional_inputs: tuple[str, ...] = ()
     passes_forward: bool = False
     passes_backward: bool = False
+    #: Whether the rows are a result of a call of the op alone. If not, no gradient of the rows arrives: the op passes
+    #: rows forward, and its `forward` returns none.
     returns_rows: ClassVar[bool] = True
+    #: Whether autocast casts the op's rows and parameters. If not, and autocast would cast the rows of its chain, the
+    #: op is in a chain of its own.
     autocasts: ClassVar[bool] = True
-    draws_random: bool = False
+    draws_random: bool = False  #: Whether `compute` draws random numbers from the default generators; see above
+    #: The quantizer of the output. `compute` then also takes ``axes=`` and ``training=``, and returns one
+    #: `QuantizedTensor` per axis.
     quantizes: Quantizer | None = None
-    quantizes_weight: Quantizer | None = None
+    quantizes_weight: Quantizer | None = None  #: The quantizer of the weight of the linear layer that follows
+    #: The format of a weight that the op stores quantized: the parameter ``weight`` has the codes, with the quantized
+    #: axis last, and ``weight_scale_inv`` the scales. `compute` takes the `QuantizedTensor` in place of both. The
+    #: weight is frozen. Recipes quantize the op's rows and gradients, see `fusedmoe.call.quantization.by_roles`.
     weight_format: Format | None = None
-    weight_shape: tuple[int, ...] = ()
+    weight_shape: tuple[int, ...] = ()  #: The shape of a linear layer's weight before quantization
+    #: Whether `compute` of an op with ``quantizes`` also takes `fusedmoe.numerics.formats.packed.Packed` among
+    #: ``axes``.
     packs: ClassVar[bool] = False
+    #: The parts that the features of the input consist of: 2 for ``[gate | up]``; 1 for an activation of single
+    #: features; 0 for an op whose input has no packed layout.
     parts: int = 0
+    #: Whether the op only changes the format of values. The linear layer whose weight it quantizes may then follow
+    #: after other ops of this kind.
     only_quantizes: ClassVar[bool] = False
-    zeroes_tail: ClassVar[bool] = False
-    changes_rows: ClassVar[bool] = False
+    zeroes_tail: ClassVar[bool] = False  #: Whether the output has zeros in rows without an expert, for any input
+    changes_rows: ClassVar[bool] = False  #: Whether the output has other rows than the input (`Dispatch`, `Combine`)
+    #: The values with rows of all ranks, if the op exchanges rows with them; it has an attribute ``expert_parallel``.
+    #: Its gradients then have no derivatives.
     travels: ClassVar[tuple[str, ...]] = ()
+    #: The formats of those that travel as codes and scales. All others travel in their own dtype.
     travels_as: Mapping[str, Format] = {}
+    #: Approximate number of kernels that the plain-PyTorch path launches on a GPU, for the planner's cost.
     launches: ClassVar[int] = 1
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -437,30 +390,22 @@ class Node(recipes.Node):
 class BackwardOp:
     """One step of an op's backward pass in plain PyTorch. Fusion rules with ``direction="backward"`` match it.
 
-    Attributes
-    ----------
-    op : Op
-        The op whose gradient it computes.
-    needs : tuple of str
-        The values that `compute` takes, in order, by the op's names. A missing gradient is ``None``.
-    gives : tuple of str
-        The values that `compute` returns, in order.
-    unquantized : tuple of str
-        The gradients among `needs` that `compute` takes before they are quantized.
-    may_give_none : bool
-        Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
-        step that covers only other backward ops must return tensors.
-    gathers, contracts, quantizes, packs, zeroes_tail, travels, travels_as, launches
-        As for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
+    - ``op`` (Op): the op whose gradient it computes.
+    - ``gathers``, ``contracts``, ``quantizes``, ``packs``, ``zeroes_tail``, ``travels``, ``travels_as``, ``launches``:
+      as for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
     """
 
+    #: The values that `compute` takes, in order, by the op's names. A missing gradient is ``None``.
     needs: tuple[str, ...] = ("grad_output", "input")
-    gives: tuple[str, ...] = ("grad_input",)
+    gives: tuple[str, ...] = ("grad_input",)  #: The values that `compute` returns, in order
     gathers: Mapping[str, tuple[str, str]] = {}
     contracts: ClassVar[Mapping[str, int]] = {}
+    #: The gradients among `needs` that `compute` takes before they are quantized.
     unquantized: ClassVar[tuple[str, ...]] = ()
     quantizes: Quantizer | None = None
     packs: ClassVar[bool] = False
+    #: Whether `compute` may return None for a gradient that is required, because it has stored it elsewhere. A fused
+    #: step that covers only other backward ops must return tensors.
     may_give_none: ClassVar[bool] = False
     travels: tuple[str, ...] = ()
     travels_as: Mapping[str, Format] = {}

@@ -209,12 +209,8 @@ class QuantizeColumns(BackwardOp):
 class WeightQuantization:
     """Quantizes a layer's weight, and caches the result until the weight changes.
 
-    Parameters
-    ----------
-    layer
-        The linear layer.
-    quantizer
-        The quantizer of its weight.
+    - ``layer``: the linear layer.
+    - ``quantizer``: the quantizer of its weight.
     """
 
     def __init__(self, layer: Op, quantizer: Quantizer) -> None:

@@ -44,24 +44,12 @@ _NOT_ZERO = 1e-20  # added to a sum of scores before a division by it
 
 
 class Routing(NamedTuple):
-    """The result of a `Router`, on the device. Floats are fp32 (fp64 for fp64 tokens).
+    """The result of a `Router`, on the device. Floats are fp32 (fp64 for fp64 tokens)."""
 
-    Attributes
-    ----------
-    expert_index : Tensor
-        (T, K) int64: the chosen experts.
-    expert_weight : Tensor
-        (T, K): the weights of the chosen experts.
-    logits : Tensor
-        (T, E).
-    probs : Tensor
-        (T, E), with rows that sum to 1: the softmax of the logits, or the normalised sigmoid scores.
-    """
-
-    expert_index: Tensor
-    expert_weight: Tensor
-    logits: Tensor
-    probs: Tensor
+    expert_index: Tensor  # (T, K) int64: the chosen experts
+    expert_weight: Tensor  # (T, K): the weights of the chosen experts
+    logits: Tensor  # (T, E)
+    probs: Tensor  # (T, E), with rows that sum to 1: the softmax of the logits, or the normalised sigmoid scores
 
 
 class MoEStats(NamedTuple):

@@ -46,18 +46,10 @@ def experts_beside(
     A product that computes some rows and then the others reads the weights of its experts twice. So it does
     this for no more experts than an exchange takes.
 
-    Parameters
-    ----------
-    expert_parallel
-        The ranks.
-    tokens
-        P*N.
-    row_bytes
-        Of a row that travels.
-    chosen, experts
-        K, and the number of experts of this rank.
-    row_flops, tflops
-        The operations of a row of the product, and its speed.
+    - ``tokens``: P*N.
+    - ``row_bytes``: of a row that travels.
+    - ``chosen``, ``experts``: K, and the number of experts of this rank.
+    - ``row_flops``, ``tflops``: the operations of a row of the product, and its speed.
     """
     each = tokens // expert_parallel.ranks
     exchange_us = LATENCY_US + (expert_parallel.ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
@@ -80,21 +72,11 @@ def _own_and_others(expert_parallel: ExpertParallel, tokens: int) -> tuple[slice
 class Ranges:
     """Ranges of the rows of a call: those of this rank's tokens, of some experts, and the others.
 
-    Parameters
-    ----------
-    expert_parallel
-        The ranks.
-    offsets, token_of_row
-        Tensors like those of the call.
-    tokens
-        The tokens of all ranks.
-    experts
-        The number of experts whose rows are divided.
-    chosen
-        K.
+    - ``offsets``, ``token_of_row``: tensors like those of the call.
+    - ``tokens``: the tokens of all ranks.
+    - ``experts``: the number of experts whose rows are divided.
+    - ``chosen``: K.
 
-    Notes
-    -----
     The parts that the methods give are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
     """
 
@@ -162,14 +144,9 @@ def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequ
 class Returns:
     """Sums over the slots of tokens, of which those of other ranks' tokens leave first; then the sums over ranks.
 
-    Parameters
-    ----------
-    expert_parallel
-        The ranks.
-    rows, row_of_slot, scale
-        Tensors like those of the call: rows (R, H), their numbers (P*N, K), and a factor per row or None.
-    tokens
-        T, the tokens of this rank.
+    - ``rows``, ``row_of_slot``, ``scale``: tensors like those of the call: rows (R, H), their numbers (P*N, K), and a
+      factor per row or None.
+    - ``tokens``: T, the tokens of this rank.
     """
 
     def __init__(

@@ -76,19 +76,11 @@ def weight_gradient(
 ) -> WeightGradient:
     """Return ``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
 
-    Parameters
-    ----------
-    wgrad
-        The step.
-    dtype
-        The dtype of dW for autograd.
-    bind
-        ``bind(dtype, adds, *operands)`` returns the product ``(out, *operands)``. With ``adds``, the product adds to
-        ``out``, which is None otherwise.
-    operands
-        The tensors of the call.
-    adds_to_sum
-        Whether there is a kernel that adds to the sum.
+    - ``dtype``: the dtype of dW for autograd.
+    - ``bind``: ``bind(dtype, adds, *operands)`` returns the product ``(out, *operands)``. With ``adds``, the product
+      adds to ``out``, which is None otherwise.
+    - ``operands``: the tensors of the call.
+    - ``adds_to_sum``: whether there is a kernel that adds to the sum.
     """
     if isinstance(wgrad, WgradIntoMainGrad):
         return _IntoMainGrad(wgrad, bind, operands)

@@ -51,16 +51,9 @@ class Products:
     ) -> Callable[..., tuple[Tensor, ByAxis]]:
         """Return a function of ``(x, weight, bias, ends, factor)``: the preactivation, and forms of the activation.
 
-        Parameters
-        ----------
-        x, ends
-            Codes and ends like those of its calls.
-        features
-            The width of the activation.
-        quantizer, axes
-            What the activation is quantized by, and the forms that are read.
-        activation
-            The activation.
+        - ``x``, ``ends``: codes and ends like those of its calls.
+        - ``features``: the width of the activation.
+        - ``quantizer``, ``axes``: what the activation is quantized by, and the forms that are read.
         """
 
         def run(x: Any, weight: Any, bias: Optional, ends: Tensor, factor: Optional) -> tuple[Tensor, ByAxis]:

@@ -241,10 +241,7 @@ def handle_for_call(handle: str, grad: bool, tensors: Sequence[Tensor]) -> str:
     cases: asyncio tasks take turns within their blocks, or a context was copied to a thread. A call without gradients
     then runs under its own settings. A call with gradients cannot: the graph has a backward pass for other settings.
 
-    Raises
-    ------
-    InputError
-        The graph was made under other settings than those of the call, and has a backward pass.
+    Raises `InputError`: the graph was made under other settings than those of the call, and has a backward pass.
     """
     traced = _chains[handle]
     made_under = traced.made_under

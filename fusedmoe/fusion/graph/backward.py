@@ -39,10 +39,7 @@ NO_BACKWARD = Backward()
 def backward_chain(graph: Graph, wanted: Collection[str], specs: Mapping[str, SpecLike | None]) -> Backward:
     """Return the backward chain for the gradients of the wanted arguments, given the specs of the forward pass.
 
-    Raises
-    ------
-    InputError
-        A weight that is stored quantized is wanted: it has no gradient.
+    Raises `InputError`: a weight that is stored quantized is wanted: it has no gradient.
     """
     for label, op in graph.nodes:
         for name in op.stored_weight:

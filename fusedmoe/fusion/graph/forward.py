@@ -50,37 +50,25 @@ if TYPE_CHECKING:
 class Graph:
     """The forward chain of some ops.
 
-    Parameters
-    ----------
-    nodes
-        The ops with their labels, in order.
-    exports
-        Names that ops of this chain provide for ops after the chain.
-    inputs
-        The first runtime inputs, in order. Further ones that the ops take come after them.
-    sorted_rows
-        The sets of rows, numbered from 0, that are sorted by expert for an op outside of the chain, each with that op.
-        The chain derives their offsets from ``splits``, although none of its own ops takes them.
-    provided
-        The runtime inputs that ops before the chain provide: their contents need no check.
-    returns_rows
-        Whether the rows are a result.
+    Arguments:
+    - ``nodes``: the ops with their labels, in order.
+    - ``exports``: names that ops of this chain provide for ops after the chain.
+    - ``inputs``: the first runtime inputs, in order. Further ones that the ops take come after them.
+    - ``sorted_rows``: the sets of rows, numbered from 0, that are sorted by expert for an op outside of the chain, each
+      with that op. The chain derives their offsets from ``splits``, although none of its own ops takes them.
+    - ``provided``: the runtime inputs that ops before the chain provide: their contents need no check.
+    - ``returns_rows``: whether the rows are a result.
 
-    Attributes
-    ----------
-    places, forward : tuple of Place
-        The places of all ops, and of those that have a step in the forward pass.
-    derived, weights : dict of str to Place
-        The glue that computes each derived value, and the glue of each quantized weight: it quantizes the weight, or
-        gives the forms of one that is stored quantized.
-    quantized_layers : dict of str to Op
-        The layer of each weight that a call quantizes.
-    arguments, outputs : tuple of str
-        The rows, the runtime inputs and the parameters; the resulting rows and the exports.
-    quantizers, forms : dict
-        The quantizer of each quantized value and weight, and the tensors of its forms.
-    producers : dict of str to Plain
-        The step that recomputes each value, except arguments.
+    Its attributes:
+    - ``places``, ``forward`` (tuple of Place): the places of all ops, and of those that have a step in the forward
+      pass.
+    - ``derived``, ``weights`` (dict of str to Place): the glue that computes each derived value, and the glue of each
+      quantized weight: it quantizes the weight, or gives the forms of one that is stored quantized.
+    - ``quantized_layers`` (dict of str to Op): the layer of each weight that a call quantizes.
+    - ``arguments``, ``outputs`` (tuple of str): the rows, the runtime inputs and the parameters; the resulting rows and
+      the exports.
+    - ``quantizers``, ``forms`` (dict): the quantizer of each quantized value and weight, and the tensors of its forms.
+    - ``producers`` (dict of str to Plain): the step that recomputes each value, except arguments.
     """
 
     def __init__(
@@ -265,10 +253,8 @@ class Graph:
     def infer(self, arguments: Mapping[str, SpecLike | None]) -> dict[str, SpecLike | None]:
         """Check a call's arguments, op by op, and return the spec of every value of the forward pass.
 
-        Raises
-        ------
-        InputError
-            An argument is invalid: the message names the op, the argument, and the expected and actual values.
+        Raises `InputError`: an argument is invalid: the message names the op, the argument, and the expected and actual
+        values.
         """
         specs: dict[str, Any] = {**arguments, NONE: None}
         for weight, place in self.weights.items():

@@ -21,19 +21,13 @@ class Scope:
     A bare name means the value of the latest op that provides it, else the caller's runtime input. Rows change at ops
     such as `Dispatch` and `Combine`. Each set of rows has a number, from 0, and may be sorted by expert.
 
-    Parameters
-    ----------
-    inputs
-        The first runtime inputs. `take` appends further ones to the attribute ``inputs``.
-    provided
-        The runtime inputs that ops before the chain provide: their contents need no check.
+    Arguments:
+    - ``inputs``: the first runtime inputs. `take` appends further ones to the attribute ``inputs``.
+    - ``provided``: the runtime inputs that ops before the chain provide: their contents need no check.
 
-    Attributes
-    ----------
-    derived : dict of str to Place
-        The glue of each derived value.
-    rows : int
-        The current set of rows.
+    Its attributes:
+    - ``derived`` (dict of str to Place): the glue of each derived value.
+    - ``rows`` (int): the current set of rows.
     """
 
     def __init__(self, inputs: Iterable[str], provided: Collection[str]) -> None:

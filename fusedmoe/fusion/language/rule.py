@@ -109,39 +109,26 @@ class Step:
     ``"input:index"`` are that value and the index of its rows. The rows themselves are then not written, unless another
     step reads them. Of rows without an expert, a step may read any row of the source.
 
-    Attributes
-    ----------
-    needs, gives : tuple of str
-        The values read and written. A step for an op that provides ``splits`` may also give ``"<slot>.offsets"``, the
-        ends of the experts' rows; otherwise one more step derives them.
-    keeps : tuple of str
-        Values that the step can also write, each only if another step or the backward pass reads it. A backward step
-        may list forward values that it can recompute (``"dgrad.input"``).
-    zeroes_tail : bool
-        The rows after the last expert's come out as zeros.
-    launches : int
-        Kernels launched.
-    extra_bytes : int
-        Bytes moved besides reading `needs` and writing `gives` once. Rows that are read through their index count as
-        rows, not as their source.
-    gather_cost : float
-        The cost to read a byte of rows through their index, in bytes read in order.
-    light_us : float
-        Microseconds of the step's last launch on a single SM, if the launch can leave the other SMs to the next step;
-        0 otherwise.
-    carries_us : float
-        Microseconds of the step on the whole GPU, if it can begin while the last launch of another step runs; 0
-        otherwise. `PlanContext.beside_sms` has the details.
+    - ``needs``, ``gives`` (tuple of str): the values read and written. A step for an op that provides ``splits`` may
+      also give ``"<slot>.offsets"``, the ends of the experts' rows; otherwise one more step derives them.
     """
 
     needs: tuple[str, ...]
     gives: tuple[str, ...]
+    #: Values that the step can also write, each only if another step or the backward pass reads it. A backward step may
+    #: list forward values that it can recompute (``"dgrad.input"``).
     keeps: tuple[str, ...] = ()
-    zeroes_tail: bool = False
-    launches: int = 1
+    zeroes_tail: bool = False  #: The rows after the last expert's come out as zeros
+    launches: int = 1  #: Kernels launched
+    #: Bytes moved besides reading `needs` and writing `gives` once. Rows that are read through their index count as
+    #: rows, not as their source.
     extra_bytes: int = 0
-    gather_cost: float = 1.0
+    gather_cost: float = 1.0  #: The cost to read a byte of rows through their index, in bytes read in order
+    #: Microseconds of the step's last launch on a single SM, if the launch can leave the other SMs to the next step; 0
+    #: otherwise.
     light_us: float = 0.0
+    #: Microseconds of the step on the whole GPU, if it can begin while the last launch of another step runs; 0
+    #: otherwise. `PlanContext.beside_sms` has the details.
     carries_us: float = 0.0
 
 
@@ -153,42 +140,23 @@ Bind = Callable[..., Run]
 
 @dataclass(frozen=True)
 class PlanContext:
-    """The inputs of a rule besides its bindings. These and the public attributes of ops are part of a plan's key.
+    """The inputs of a rule besides its bindings. These and the public attributes of ops are part of a plan's key."""
 
-    Attributes
-    ----------
-    device : torch.device
-        Where the rows are.
-    arch : int or None
-        The architecture of an NVIDIA GPU as a number, such as 100; None for other devices.
-    deterministic : bool
-        `torch.are_deterministic_algorithms_enabled`.
-    training : bool
-        Whether there will be a backward pass.
-    recipe : Recipe
-        The recipe in force.
-    options : KernelOptions
-        The options of the `Sequential`: ``sm_margin``, ``schedule``.
-    beside_sms : int
-        In `FusionRule.bind`: the SMs that the last launch of a light step runs on, beside the step that carries it; 0
-        for a step alone. Both steps get the number. The light step comes first, on the same stream, and neither reads
-        what the other writes. Its last launch lets the next launch begin early. The carrier has one launch, which
-        begins early, and which ends after the launch before it has ended.
-    keep : tuple of str
-        In `FusionRule.bind`: the names among `Step.keeps` that are read, in that order.
-    """
-
-    device: torch.device
-    arch: int | None
-    deterministic: bool
-    training: bool
-    recipe: Recipe
-    options: KernelOptions
+    device: torch.device  #: Where the rows are
+    arch: int | None  #: The architecture of an NVIDIA GPU as a number, such as 100; None for other devices
+    deterministic: bool  #: `torch.are_deterministic_algorithms_enabled`
+    training: bool  #: Whether there will be a backward pass
+    recipe: Recipe  #: The recipe in force
+    options: KernelOptions  #: The options of the `Sequential`: ``sm_margin``, ``schedule``
     _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
     _read_outside: frozenset[str]
+    #: In `FusionRule.bind`: the SMs that the last launch of a light step runs on, beside the step that carries it; 0
+    #: for a step alone. Both steps get the number. The light step comes first, on the same stream, and neither reads
+    #: what the other writes. Its last launch lets the next launch begin early. The carrier has one launch, which begins
+    #: early, and which ends after the launch before it has ended.
     beside_sms: int = 0
-    keep: tuple[str, ...] = ()
+    keep: tuple[str, ...] = ()  #: In `FusionRule.bind`: the names among `Step.keeps` that are read, in that order
 
     def dtype(self, value: str) -> torch.dtype:
         """Return the dtype of a value, named as in `Step`."""
@@ -220,36 +188,26 @@ _definitions: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 class FusionRule:
     """A pattern of ops, backward ops or glue, and the step that computes a match. The annotations of a subclass are its
     pattern.
-
-    Attributes
-    ----------
-    identity : (str, int)
-        The qualified name of the class, and the number of earlier classes of that name in this process.
-    takes_quantized : bool
-        Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
-    quantized_only : bool
-        Whether the step takes quantized operands only: the pattern matches nothing without such operands.
-    multiplies_codes : bool
-        Whether the step multiplies codes, without dequantizing them first. The estimate of ``explain()`` depends on it.
-    first_reads_codes : bool
-        Whether the first op alone has quantized operands, and the others have rules of their own: a format without a
-        kernel is no reason for those.
-    apart : bool
-        Whether products compute the ops in their epilogues where they can: ``explain()`` then says why they do not.
-    gathers : str
-        The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
-        rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
     """
 
     name: ClassVar[str]
     direction: ClassVar[Direction]
     slots: ClassVar[tuple[Slot, ...]]
+    #: The qualified name of the class, and the number of earlier classes of that name in this process.
     identity: ClassVar[tuple[str, int]]
+    #: Whether the step takes quantized operands. A match with such operands ends in CONSTRAINT otherwise.
     takes_quantized: ClassVar[bool] = False
+    #: Whether the step takes quantized operands only: the pattern matches nothing without such operands.
     quantized_only: ClassVar[bool] = False
+    #: Whether the step multiplies codes, without dequantizing them first. The estimate of ``explain()`` depends on it.
     multiplies_codes: ClassVar[bool] = False
+    #: Whether the first op alone has quantized operands, and the others have rules of their own: a format without a
+    #: kernel is no reason for those.
     first_reads_codes: ClassVar[bool] = False
+    #: Whether products compute the ops in their epilogues where they can: ``explain()`` then says why they do not.
     apart: ClassVar[bool] = False
+    #: The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
+    #: rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
     gathers: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, name: str, direction: Direction, **kwargs: Any) -> None:

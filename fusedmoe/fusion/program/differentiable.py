@@ -143,12 +143,8 @@ def _forward_step(place: Place) -> Plain:
 class _NamedOp:
     """An op as a function of values by name.
 
-    Parameters
-    ----------
-    place
-        The place of the op.
-    names
-        The values that the op and its backward ops may read, by the op's names.
+    - ``place``: the place of the op.
+    - ``names``: the values that the op and its backward ops may read, by the op's names.
     """
 
     def __init__(self, place: Place, names: tuple[str, ...]) -> None:

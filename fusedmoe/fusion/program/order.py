@@ -86,12 +86,8 @@ def pairs_of(
     The carrier with the most time is best: it gives up the smallest part of it. Of equal ones, that with which the
     fewest bytes are live at once.
 
-    Parameters
-    ----------
-    steps, given, results
-        As for a program.
-    nbytes
-        The bytes of a value that the program may release, 0 for any other value.
+    - ``steps``, ``given``, ``results``: as for a program.
+    - ``nbytes``: the bytes of a value that the program may release, 0 for any other value.
     """
     pairs: list[Pair] = []
     fused = [s for s in steps if isinstance(s, Fused)]

@@ -193,36 +193,23 @@ class Plan:
 class BoundPlan:
     """A plan bound to one kind of call: tensors with the same signature.
 
-    Parameters
-    ----------
-    plan, strict
-        The plan, and whether ``fm.strict()`` holds in both directions.
-    specs
-        The specs of all values: the first run checks the results of steps against them.
-    tensors
-        The signature of the arguments. Without it, the call has no second derivatives.
+    Arguments:
+    - ``plan``, ``strict``: the plan, and whether ``fm.strict()`` holds in both directions.
+    - ``specs``: the specs of all values: the first run checks the results of steps against them.
+    - ``tensors``: the signature of the arguments. Without it, the call has no second derivatives.
 
-    Attributes
-    ----------
-    unsaved
-        The arguments, by position, that second derivatives take and that the plan does not keep.
-    held
-        The arguments in `unsaved` that the call holds, each with whether the call keeps it alive.
-    trained
-        The other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
-    quantized_weights
-        Each layer whose weight a call quantizes, and the weight's position among the arguments.
-    summed_weights
-        Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, the position of the weight
-        among the arguments, and that among those that are not None.
-    run, runs
-        ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it would cost the host a
-        microsecond.
-    refused : str or None
-        The reason why this kind of call can be explained but not run.
+    Its attributes:
+    - ``unsaved``: the arguments, by position, that second derivatives take and that the plan does not keep.
+    - ``held``: the arguments in `unsaved` that the call holds, each with whether the call keeps it alive.
+    - ``trained``: the other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
+    - ``quantized_weights``: each layer whose weight a call quantizes, and the weight's position among the arguments.
+    - ``summed_weights``: each layer that gives its weight a gradient which kernels may add to ``weight.grad``, the
+      position of the weight among the arguments, and that among those that are not None.
+    - ``run``, ``runs``: ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it
+      would cost the host a microsecond.
     """
 
-    refused: str | None = None
+    refused: str | None = None  # the reason why this kind of call can be explained but not run
 
     def __init__(self, plan: Plan, strict: bool, specs: Specs, tensors: Signature = ()) -> None:
         self.plan, self.tensors = plan, tensors

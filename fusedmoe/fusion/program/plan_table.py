@@ -100,16 +100,10 @@ def plan_chain(
 ) -> Plan:
     """Plan a chain for these arguments.
 
-    Parameters
-    ----------
-    chain, arguments
-        The chain, and the arguments in its order.
-    wanted
-        Whether each argument wants a gradient.
-    conditions
-        The other conditions.
-    specs
-        The specs to plan for, if they are not those of the arguments.
+    - ``chain``, ``arguments``: the chain, and the arguments in its order.
+    - ``wanted``: whether each argument wants a gradient.
+    - ``conditions``: the other conditions.
+    - ``specs``: the specs to plan for, if they are not those of the arguments.
     """
     check_devices(chain.arguments, arguments, chain.takers)
     rows, target, unfused = arguments[0], conditions.target, conditions.unfused

@@ -45,10 +45,7 @@ def check_results(
     primal value. With ``may_be_none`` a gradient may be None, which means no gradient. ``device`` is that of the step's
     operands. ``according_to`` is the source of the specs, for the message.
 
-    Raises
-    ------
-    RuleError
-        A result has another type, shape, dtype or device.
+    Raises `RuleError`: a result has another type, shape, dtype or device.
     """
     for value, result in zip(gives, results, strict=True):
         spec, is_gradient = spec_of(specs, value), primal(value) != value

@@ -52,25 +52,18 @@ Runs = list["Callable[..., Any]"]
 class Program:
     """Steps in an order in which every value exists when it is needed.
 
-    Parameters
-    ----------
-    steps
-        In the preferred order; a step waits for values that a later step gives.
-    given, results
-        The values that exist at the start, and groups of values wanted at the end. The program releases all others
-        after their last use. The attributes of the same names list the tensors of these values, all offsets once.
-    forms
-        The tensors of quantized values.
-    pairs
-        Those that hold where both steps are among ``steps``.
+    Arguments:
+    - ``steps``: in the preferred order; a step waits for values that a later step gives.
+    - ``given``, ``results``: the values that exist at the start, and groups of values wanted at the end. The program
+      releases all others after their last use. The attributes of the same names list the tensors of these values, all
+      offsets once.
+    - ``forms``: the tensors of quantized values.
+    - ``pairs``: those that hold where both steps are among ``steps``.
 
-    Attributes
-    ----------
-    source : str
-        The function's text.
-    run : callable
-        Takes a list of the given tensors, which it empties, and the functions of `runs`. Returns a tuple of tensors per
-        group of results.
+    Its attributes:
+    - ``source`` (str): the function's text.
+    - ``run`` (callable): takes a list of the given tensors, which it empties, and the functions of `runs`. Returns a
+      tuple of tensors per group of results.
     """
 
     def __init__(

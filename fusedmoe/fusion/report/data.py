@@ -64,42 +64,23 @@ class Attempt:
     A rule with optional slots may have several matches at a position. Its attempt is the match with the best status,
     and the longest of these. Each longer match is an attempt of its own, which shares only the additional ops.
 
-    Attributes
-    ----------
-    rule : str
-        The rule's name.
-    direction : str
-        ``"forward"`` or ``"backward"``.
-    start, end : int
-        The positions that it covers; of a NO_MATCH, those up to the first mismatch, inclusive.
-    matched : int
-        The number of slots bound.
-    shared : range
-        The positions of the ops that the rule clearly has slots for: those up to the last op that a required slot
-        matched, and up to an op of a subclass of the expected class. Any other op that ends the match is not included.
-    status : Status
-        The result.
-    reason : str
-        The shadowing rule, the missing requirement, the constraint, or the slot with the expected and the actual class.
-    on_this_device : bool
-        Whether the rule could run on this machine at all.
-    exemption : Exemption
-        Of a CONSTRAINT: the reason why it is not a miss.
-    cause : str
-        Of an UNAVAILABLE: the missing thing.
+    - ``start``, ``end`` (int): the positions that it covers; of a NO_MATCH, those up to the first mismatch, inclusive.
     """
 
-    rule: str
-    direction: Direction
+    rule: str  #: The rule's name
+    direction: Direction  #: ``"forward"`` or ``"backward"``
     start: int
     end: int
-    matched: int
+    matched: int  #: The number of slots bound
+    #: The positions of the ops that the rule clearly has slots for: those up to the last op that a required slot
+    #: matched, and up to an op of a subclass of the expected class. Any other op that ends the match is not included.
     shared: range
-    status: Status
+    status: Status  #: The result
+    #: The shadowing rule, the missing requirement, the constraint, or the slot with the expected and the actual class.
     reason: str = ""
-    on_this_device: bool = True
-    exemption: Exemption = Exemption.NONE
-    cause: Cause = ""
+    on_this_device: bool = True  #: Whether the rule could run on this machine at all
+    exemption: Exemption = Exemption.NONE  #: Of a CONSTRAINT: the reason why it is not a miss
+    cause: Cause = ""  #: Of an UNAVAILABLE: the missing thing
 
     @property
     def missed(self) -> bool:
@@ -119,56 +100,33 @@ class Attempt:
 class PlannedStep:
     """One step of a plan.
 
-    Attributes
-    ----------
-    direction : str
-        ``"forward"`` or ``"backward"``.
-    ops : tuple of str
-        The ops that it covers, as ``label.Class``.
-    rule : str or None
-        The rule that fuses them; None for plain PyTorch.
-    needs, gives : tuple of str
-        The values read and written, by the chain's names.
-    bytes_moved : int
-        Bytes of `needs` and `gives` for the shapes explained, plus the rule's extra bytes. Eager PyTorch moves more.
-    launches : int
-        Kernels launched, approximately.
-    host_sync : bool
-        Whether the host reads a tensor.
-    nearest_miss : Attempt or None
-        Of an unfused step: the rule that came nearest to taking it. Of a step whose rule is `FusionRule.apart`: the
-        longer rule that came nearest, if one declined.
-    path : str
-        Of an unfused product of quantized operands: ``"native"`` if torch multiplies codes, ``"emulated"`` if it
-        multiplies dequantized values.
-    quantizes : tuple of (str, str)
-        ``label:role`` (``input``, ``weight`` or ``grad``) of each op that quantizes, and the quantizer in words.
-    flops : float
-        FLOPs of the products, for the shapes explained: ``2 R K N`` for R rows and a weight of N x K per expert.
-    of_codes : bool
-        Whether the products multiply codes.
-    received : tuple of (str, int)
-        The ops that exchange rows with other ranks, as ``label.Class``, and the bytes that each receives from them for
-        the shapes explained.
-    padding_bytes : int
-        The part of `bytes_moved` that is padding of packed rows; see `PlanData.packed_rows`.
+    - ``needs``, ``gives`` (tuple of str): the values read and written, by the chain's names.
     """
 
-    direction: Direction
-    ops: tuple[str, ...]
-    rule: str | None
+    direction: Direction  #: ``"forward"`` or ``"backward"``
+    ops: tuple[str, ...]  #: The ops that it covers, as ``label.Class``
+    rule: str | None  #: The rule that fuses them; None for plain PyTorch
     needs: tuple[str, ...]
     gives: tuple[str, ...]
+    #: Bytes of `needs` and `gives` for the shapes explained, plus the rule's extra bytes. Eager PyTorch moves more.
     bytes_moved: int
-    launches: int
-    host_sync: bool = False
+    launches: int  #: Kernels launched, approximately
+    host_sync: bool = False  #: Whether the host reads a tensor
+    #: Of an unfused step: the rule that came nearest to taking it. Of a step whose rule is `FusionRule.apart`: the
+    #: longer rule that came nearest, if one declined.
     nearest_miss: Attempt | None = None
+    #: Of an unfused product of quantized operands: ``"native"`` if torch multiplies codes, ``"emulated"`` if it
+    #: multiplies dequantized values.
     path: str = ""
+    #: ``label:role`` (``input``, ``weight`` or ``grad``) of each op that quantizes, and the quantizer in words.
     quantizes: tuple[tuple[str, str], ...] = ()
+    #: FLOPs of the products, for the shapes explained: ``2 R K N`` for R rows and a weight of N x K per expert.
     flops: float = 0.0
-    of_codes: bool = False
+    of_codes: bool = False  #: Whether the products multiply codes
+    #: The ops that exchange rows with other ranks, as ``label.Class``, and the bytes that each receives from them for
+    #: the shapes explained.
     received: tuple[tuple[str, int], ...] = ()
-    padding_bytes: int = 0
+    padding_bytes: int = 0  #: The part of `bytes_moved` that is padding of packed rows; see `PlanData.packed_rows`
 
     @property
     def is_of_weight(self) -> bool:
@@ -195,80 +153,48 @@ class PlannedStep:
 class PlanData:
     """A plan of one chain.
 
-    Attributes
-    ----------
-    steps : tuple of PlannedStep
-        The steps that cover ops, in order, forward then backward; before them those that quantize weights.
-    attempts : tuple of Attempt
-        Every rule at every position.
-    kept : tuple of str
-        Values kept for the backward pass, except parameters and quantized weights.
-    kept_bytes : int
-        The bytes of these values for the shapes explained, including the caller's own arguments.
-    device, dtype, recipe : str
-        The conditions of the plan.
-    options : KernelOptions
-        The options of the `Sequential`.
-    forward_source, backward_source : str
-        The Python functions that run the steps: ``run0``, ``run1``, ... are the steps, in order.
-    weight_bytes : int
-        Bytes of quantized weights, which are kept until the weights change.
-    asked_arch : int or None
-        The argument ``arch`` of ``explain``.
-    given_dtype : str
-        The dtype of the rows, if the argument ``dtype`` of ``explain`` is another one.
-    assumed : tuple of str
-        The requirements of fused steps that this machine lacks, in a plan of ``explain(..., arch=)``.
-    missed : tuple of (str, Attempt)
-        The ops that run unfused although a rule for the device shares them, each with that rule. UNAVAILABLE rules
-        count too. In a plan of ``explain(..., arch=)``, rules for other devices do not.
-    rows : int
-        The number of rows, or of tokens if the chain begins with a `Dispatch`, for which all bytes are counted.
-    glue : tuple of PlannedStep
-        The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
-    gathered : tuple of (str, str, str)
-        The rows that no step writes, since all steps read them from another value: the rows, that value, and the index.
-    beside : tuple of (str, str, int)
-        The steps that run beside each other: the rule of one, whose last launch needs a few SMs only, the rule of the
-        next, and the number of these SMs.
-    arch : int or None
-        The architecture of the GPU that the plan is for; None for other devices.
-    exchange : str
-        The settings of the exchanges with other ranks; empty without such exchanges.
-    packed_rows : (int, int) or None
-        If a step reads or writes rows in the packed layout, in which each expert's are padded to a multiple of 256:
-        the number of rows, and the most that they can be with their padding, for any splits. Bytes are counted, and
-        memory is allocated, for the latter.
-    kept_padding_bytes : int
-        The part of `kept_bytes` that is padding of packed rows.
-    estimate : Estimate or None
-        Of a recipe that quantizes: the estimated times under it and under ``"bf16"``, if all steps are fused.
+    - ``device``, ``dtype``, ``recipe`` (str): the conditions of the plan.
+    - ``forward_source``, ``backward_source`` (str): the Python functions that run the steps: ``run0``, ``run1``, ...
+      are the steps, in order.
     """
 
+    #: The steps that cover ops, in order, forward then backward; before them those that quantize weights.
     steps: tuple[PlannedStep, ...]
-    attempts: tuple[Attempt, ...]
-    kept: tuple[str, ...]
-    kept_bytes: int
+    attempts: tuple[Attempt, ...]  #: Every rule at every position
+    kept: tuple[str, ...]  #: Values kept for the backward pass, except parameters and quantized weights
+    kept_bytes: int  #: The bytes of these values for the shapes explained, including the caller's own arguments
     device: str
     dtype: str
     recipe: str
-    options: KernelOptions = DEFAULT
+    options: KernelOptions = DEFAULT  #: The options of the `Sequential`
     forward_source: str = ""
     backward_source: str = ""
-    weight_bytes: int = 0
-    asked_arch: int | None = None
-    given_dtype: str = ""
+    weight_bytes: int = 0  #: Bytes of quantized weights, which are kept until the weights change
+    asked_arch: int | None = None  #: The argument ``arch`` of ``explain``
+    given_dtype: str = ""  #: The dtype of the rows, if the argument ``dtype`` of ``explain`` is another one
+    #: The requirements of fused steps that this machine lacks, in a plan of ``explain(..., arch=)``.
     assumed: tuple[str, ...] = ()
+    #: The ops that run unfused although a rule for the device shares them, each with that rule. UNAVAILABLE rules count
+    #: too. In a plan of ``explain(..., arch=)``, rules for other devices do not.
     missed: tuple[tuple[str, Attempt], ...] = ()
+    #: The number of rows, or of tokens if the chain begins with a `Dispatch`, for which all bytes are counted.
     rows: int = 0
+    #: The steps between ops: derived values, dequantization, sums of gradients, zeroed tails.
     glue: tuple[PlannedStep, ...] = ()
+    #: The rows that no step writes, since all steps read them from another value: the rows, that value, and the index.
     gathered: tuple[tuple[str, str, str], ...] = ()
+    #: The steps that run beside each other: the rule of one, whose last launch needs a few SMs only, the rule of the
+    #: next, and the number of these SMs.
     beside: tuple[tuple[str, str, int], ...] = ()
-    arch: int | None = None
+    arch: int | None = None  #: The architecture of the GPU that the plan is for; None for other devices
+    #: Of a recipe that quantizes: the estimated times under it and under ``"bf16"``, if all steps are fused.
     estimate: Estimate | None = None
-    exchange: str = ""
+    exchange: str = ""  #: The settings of the exchanges with other ranks; empty without such exchanges
+    #: If a step reads or writes rows in the packed layout, in which each expert's are padded to a multiple of 256: the
+    #: number of rows, and the most that they can be with their padding, for any splits. Bytes are counted, and memory
+    #: is allocated, for the latter.
     packed_rows: tuple[int, int] | None = None
-    kept_padding_bytes: int = 0
+    kept_padding_bytes: int = 0  #: The part of `kept_bytes` that is padding of packed rows
 
     @property
     def planned_for(self) -> str:
@@ -405,13 +331,9 @@ class Explanation:
     """The plans of a `Sequential` for a call, one per chain, with the modules between the chains.
 
     ``str()`` of it is the table.
-
-    Attributes
-    ----------
-    parts : tuple of (str, PlanData or None)
-        In order: the title of each part, and its plan; None for a module between chains.
     """
 
+    #: In order: the title of each part, and its plan; None for a module between chains.
     parts: tuple[tuple[str, PlanData | None], ...]
 
     @property

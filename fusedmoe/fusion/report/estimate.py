@@ -8,24 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimated time of a call's forward and backward pass under a recipe, and in bf16.
+    """The estimated time of a call's forward and backward pass under a recipe, and in bf16."""
 
-    Attributes
-    ----------
-    machine : str
-        The GPU.
-    us : float
-        The time under the recipe, in us, without the quantization of weights.
-    weights_us : float
-        The time to quantize the weights, in us, which is needed after each change of the weights.
-    bf16_us : float
-        The time under the recipe ``"bf16"``, in us.
-    """
-
-    machine: str
-    us: float
-    weights_us: float
-    bf16_us: float
+    machine: str  # the GPU
+    us: float  # the time under the recipe, in us, without the quantization of weights
+    weights_us: float  # the time to quantize the weights, in us, which is needed after each change of the weights
+    bf16_us: float  # the time under the recipe ``"bf16"``, in us
 
     @property
     def micro_batches(self) -> int | None:

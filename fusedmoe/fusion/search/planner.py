@@ -57,20 +57,13 @@ def make_plan(
 ) -> Plan:
     """Plan a chain that the recipe has rewritten.
 
-    Parameters
-    ----------
-    graph, arguments
-        The chain, and the spec of each of its arguments (None for an absent parameter).
-    wanted
-        The arguments that want a gradient; empty for inference.
-    environment
-        Everything else that the choice depends on.
-    nominal_rows
-        The number of rows that costs are for; by default the next power of two above the actual number.
-    name
-        The name of the chain in log lines; by default its layers.
-    keep_weights
-        Whether the backward pass gets the quantized weights of the forward pass. If not, it quantizes them again.
+    - ``graph``, ``arguments``: the chain, and the spec of each of its arguments (None for an absent parameter).
+    - ``wanted``: the arguments that want a gradient; empty for inference.
+    - ``environment``: everything else that the choice depends on.
+    - ``nominal_rows``: the number of rows that costs are for; by default the next power of two above the actual number.
+    - ``name``: the name of the chain in log lines; by default its layers.
+    - ``keep_weights``: whether the backward pass gets the quantized weights of the forward pass. If not, it quantizes
+      them again.
     """
     _warn_of_patterns(environment.disabled)
     plan = _Planner(graph, arguments, wanted, environment, nominal_rows, keep_weights).plan()

@@ -84,14 +84,9 @@ class _RefusedError(Exception):
 def recognise(module: nn.Module, gate: Callable[[nn.Module, Tensor], Tensor], layout: RowLayout) -> Op | None:
     """Return the op that is equivalent to a module's gate; None if the gate is not recognised.
 
-    Parameters
-    ----------
-    module
-        The module of experts.
-    gate
-        A function of the module and rows that calls the module's gate.
-    layout
-        The rows that the gate takes.
+    - ``module``: the module of experts.
+    - ``gate``: a function of the module and rows that calls the module's gate.
+    - ``layout``: the rows that the gate takes.
     """
     try:
         op = _op_of(module, layout)

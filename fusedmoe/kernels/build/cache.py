@@ -49,10 +49,7 @@ def folder(version: str, root: str | Path | None = None) -> Path | None:
 
     ``root`` defaults to FUSEDMOE_CACHE_DIR, else ``$XDG_CACHE_HOME/fusedmoe``, else ``~/.cache/fusedmoe``.
 
-    Raises
-    ------
-    CacheUnusableError
-        The directory is unknown or not trusted.
+    Raises `CacheUnusableError`: the directory is unknown or not trusted.
     """
     if root is None:
         root = os.environ.get(VARIABLE) or None
@@ -94,10 +91,7 @@ class Entry:
     def read(self) -> bytes | None:
         """Return the verified object file; None if there is no entry.
 
-        Raises
-        ------
-        DamagedError
-            The entry is corrupt or not trusted.
+        Raises `DamagedError`: the entry is corrupt or not trusted.
         """
         manifest, object_ = read(self.manifest_file, LARGEST_JSON), read(self.object_file, LARGEST_OBJECT)
         if manifest is None:  # written last: an interrupted process may leave an object without it
@@ -116,10 +110,7 @@ class Entry:
     def write(self, object_: bytes, built_with: Mapping[str, str]) -> None:
         """Write the entry. A concurrent :meth:`read` gets the old files or the new ones, or refuses a mixed pair.
 
-        Raises
-        ------
-        OSError
-            The directory is not writable.
+        Raises `OSError`: the directory is not writable.
         """
         manifest = {
             "symbol": self.symbol,
@@ -134,10 +125,7 @@ class Entry:
     def try_writing(self) -> None:
         """Check that :meth:`write` can work.
 
-        Raises
-        ------
-        OSError
-            The directory is not writable.
+        Raises `OSError`: the directory is not writable.
         """
         self._make_folder()
         tempfile.TemporaryFile(dir=self.folder).close()
@@ -225,17 +213,9 @@ def _distrust(status: os.stat_result) -> str | None:
 def read(path: Path, largest: int) -> bytes | None:
     """Return the content of a trusted file of the cache; None if it does not exist.
 
-    Parameters
-    ----------
-    path
-        The file.
-    largest
-        Its maximum size in bytes.
+    - ``largest``: its maximum size in bytes.
 
-    Raises
-    ------
-    DamagedError
-        The file is not regular, too large, unreadable, or not trusted.
+    Raises `DamagedError`: the file is not regular, too large, unreadable, or not trusted.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # O_NONBLOCK: a named pipe would block
@@ -261,10 +241,7 @@ def read(path: Path, largest: int) -> bytes | None:
 def parsed(content: bytes, who: str) -> object:
     """Return the parsed JSON content of a file, which messages call ``who``.
 
-    Raises
-    ------
-    DamagedError
-        The content is not JSON, or nested too deeply.
+    Raises `DamagedError`: the content is not JSON, or nested too deeply.
     """
     try:
         value: object = json.loads(content)

@@ -53,10 +53,7 @@ def key(kernel: Kernel) -> str:
 
     It does not include Python's version: objects load under every version.
 
-    Raises
-    ------
-    CacheUnusableError
-        A source was edited while this process runs.
+    Raises `CacheUnusableError`: a source was edited while this process runs.
     """
     parts = {
         "symbol": kernel.symbol,

@@ -77,10 +77,7 @@ def load(kernel: Kernel) -> Function:
 
     The function takes the kernel's arguments by position and launches on torch's current stream.
 
-    Raises
-    ------
-    ValueError
-        The symbol is not a C identifier, or two different kernels have the same symbol.
+    Raises `ValueError`: the symbol is not a C identifier, or two different kernels have the same symbol.
     """
     function = _state.functions.get(kernel)
     if function is not None:
@@ -112,10 +109,7 @@ def wrapped(wrap: Wrap) -> Iterator[None]:
 def build(kernel: Kernel, root: str | Path | None = None) -> bool:
     """Put a kernel into the disk cache; return whether it was compiled. ``root`` is the cache directory.
 
-    Raises
-    ------
-    fusedmoe.kernels.build.cache.CacheUnusableError
-        There is no directory to write to, or writing failed.
+    Raises `fusedmoe.kernels.build.cache.CacheUnusableError`: there is no directory to write to, or writing failed.
     """
     with _lock:
         _claim_symbol(kernel)
@@ -151,10 +145,8 @@ def stats() -> Stats:
 def entry(kernel: Kernel, root: str | Path | None = None) -> cache.Entry | None:
     """Return a kernel's entry in the disk cache, whether or not it exists; None if the cache is switched off.
 
-    Raises
-    ------
-    fusedmoe.kernels.build.cache.CacheUnusableError
-        The directory cannot be used, or a source was edited while this process runs.
+    Raises `fusedmoe.kernels.build.cache.CacheUnusableError`: the directory cannot be used, or a source was edited while
+    this process runs.
     """
     folder = cache.folder(__version__, root)
     return None if folder is None else cache.Entry(folder, kernel.symbol, key(kernel))

@@ -13,10 +13,7 @@ BLACKWELL = "NVIDIA's grouped products are not built ahead of time: cudnn-fronte
 def shipped(arch: str) -> tuple[Kernel, ...]:
     """Return the kernels that are built ahead of time for an architecture, such as ``sm_90a``.
 
-    Raises
-    ------
-    fusedmoe.InputError
-        fusedmoe has no kernels for the architecture.
+    Raises `fusedmoe.InputError`: fusedmoe has no kernels for the architecture.
     """
     if arch not in ARCHES:
         raise InputError(f"arch {arch!r}: expected one of {', '.join(ARCHES)}")

@@ -82,22 +82,15 @@ def copy_rows(
 ) -> None:
     """Start the copies of 128 bytes of four rows per element of ``indices``, or of ``boxes`` times 128 bytes.
 
-    Parameters
-    ----------
-    indices
-        The indices of the lane's rows, from `spread`.
-    operand
-        Address of the lane's chunk of row 0.
-    pitch
-        Bytes between rows.
-    left
-        Bytes from the beginning of the lane's chunk to the end of the row. If none, the chunk is filled with zeros.
-    stage
-        Address of the warp's first row in shared memory.
-    boxes, box_bytes
-        Multiples of 128 bytes of a row, and the distance from each to the next in shared memory.
-    checked
-        Whether an index may be negative. Such a row is filled with zeros, and nothing is read for it.
+    - ``indices``: the indices of the lane's rows, from `spread`.
+    - ``operand``: address of the lane's chunk of row 0.
+    - ``pitch``: bytes between rows.
+    - ``left``: bytes from the beginning of the lane's chunk to the end of the row. If none, the chunk is filled with
+      zeros.
+    - ``stage``: address of the warp's first row in shared memory.
+    - ``boxes``, ``box_bytes``: multiples of 128 bytes of a row, and the distance from each to the next in shared
+      memory.
+    - ``checked``: whether an index may be negative. Such a row is filled with zeros, and nothing is read for it.
     """
     copy = cute.make_copy_atom(cpasync.CopyG2SOp(cpasync.LoadCacheMode.GLOBAL), Int32, num_bits_per_copy=128)
     group = lane // ROW_LANES

@@ -28,12 +28,8 @@ _NAMES = ("padded_offsets", "global_scale_a", "global_scale_b")  # of arguments 
 class Kernel:
     """A kernel of cudnn-frontend, which is compiled in its first call.
 
-    Parameters
-    ----------
-    name
-        The name of its class.
-    settings
-        Further arguments of the constructor.
+    - ``name``: the name of its class.
+    - ``settings``: further arguments of the constructor.
     """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
@@ -72,16 +68,10 @@ def kernel(
 ) -> Kernel:
     """Return the kernel for weights of this shape.
 
-    Parameters
-    ----------
-    name
-        The name of its class.
-    kind
-        Tells kernels with other operands apart.
-    block
-        Codes that share a scale.
-    more
-        Further arguments of the constructor.
+    - ``name``: the name of its class.
+    - ``kind``: tells kernels with other operands apart.
+    - ``block``: codes that share a scale.
+    - ``more``: further arguments of the constructor.
     """
     return Kernel(name, {"sf_vec_size": block, **more})
 

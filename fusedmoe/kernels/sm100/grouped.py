@@ -37,16 +37,10 @@ _BLOCK = 32  # codes that share a scale
 def gemm(x: Form, weight: Form, bias_EN: Tensor | None, ends_E: Tensor) -> Tensor:
     """Return ``y[r] = x[r] @ weight[e].T + bias[e]`` in bf16, (P + 1, N). The last row is zeros.
 
-    Parameters
-    ----------
-    x
-        Rows by rows: codes (P, K). Or, for the gradient of a layer's rows, the gradient of its output.
-    weight
-        Codes (E, N, K), quantized along K. For the gradient of rows, the layer's weight by columns.
-    bias_EN
-        bf16, (E, N), contiguous.
-    ends_E
-        int32, (E,).
+    - ``x``: rows by rows: codes (P, K). Or, for the gradient of a layer's rows, the gradient of its output.
+    - ``weight``: codes (E, N, K), quantized along K. For the gradient of rows, the layer's weight by columns.
+    - ``bias_EN``: bf16, (E, N), contiguous.
+    - ``ends_E``: int32, (E,).
     """
     (codes, scale), (codes_ENK, scale_ENK) = x, weight
     y = codes.new_empty(codes.shape[0] + 1, codes_ENK.shape[1], dtype=torch.bfloat16)
@@ -68,14 +62,10 @@ def gemm_activation_quantize(
 
     The activation is applied to p in fp32, and its result is quantized without rounding to bf16.
 
-    Parameters
-    ----------
-    x, weight, bias_EN, ends_E
-        As for `gemm`. Of a gated activation, the rows of ``weight`` and ``bias_EN`` alternate between gate and up.
-    factor_P
-        fp32, (P,): the factor of each row. Must be zero for padding rows if there is a bias.
-    activation
-        ``"swiglu"`` or ``"squared_relu"``.
+    - ``x``, ``weight``, ``bias_EN``, ``ends_E``: as for `gemm`. Of a gated activation, the rows of ``weight`` and
+      ``bias_EN`` alternate between gate and up.
+    - ``factor_P``: fp32, (P,): the factor of each row. Must be zero for padding rows if there is a bias.
+    - ``activation``: ``"swiglu"`` or ``"squared_relu"``.
     """
     (codes, scale), (codes_ENK, scale_ENK) = x, weight
     rows, features = codes.shape[0], codes_ENK.shape[1]
@@ -104,23 +94,13 @@ def gemm_derivative_quantize(
 ) -> tuple[Form, Form, Tensor | None]:
     """Return ``dp = act'(p) * (dy @ weight[e]) * factor`` by rows and by columns, and the gradient of the factor.
 
-    Parameters
-    ----------
-    dy
-        By rows: codes (P, H).
-    weight
-        By columns: codes (E, I, H).
-    p
-        What `gemm_activation_quantize` returned.
-    ends_E, factor_P, activation
-        As for `gemm_activation_quantize`.
+    - ``dy``: by rows: codes (P, H).
+    - ``weight``: by columns: codes (E, I, H).
+    - ``p``: what `gemm_activation_quantize` returned.
+    - ``ends_E``, ``factor_P``, ``activation``: as for `gemm_activation_quantize`.
 
-    Returns
-    -------
-    dp, by rows and by columns : Form
-        Codes (P, 2 I), gate and up alternating; (P, I) for an activation that is not gated.
-    dfactor_P1 : Tensor or None
-        fp32, (P + 1,), of which the last is zero; None without a factor. The kernel adds to it with atomics.
+    dp has codes (P, 2 I), gate and up alternating; (P, I) for an activation that is not gated. The gradient of the
+    factor is fp32, (P + 1,), of which the last is zero; None without a factor. The kernel adds to it with atomics.
     """
     (codes, scale), (codes_EIH, scale_EIH) = dy, weight
     by_rows, by_columns = _forms(p, p.shape[1])
@@ -152,14 +132,9 @@ def gemm_derivative_quantize(
 def wgrad(dy: Form, x: Form, ends_E: Tensor, out_ENK: Tensor, accumulate: bool = False) -> None:
     """Compute ``out[e] = dy[rows of e].T @ x[rows of e]``, or add it to ``out``; zeros for an expert without rows.
 
-    Parameters
-    ----------
-    dy, x
-        By columns: codes (P, N) and (P, K).
-    ends_E
-        int32, (E,).
-    out_ENK
-        bf16 or fp32, (E, N, K), contiguous.
+    - ``dy``, ``x``: by columns: codes (P, N) and (P, K).
+    - ``ends_E``: int32, (E,).
+    - ``out_ENK``: bf16 or fp32, (E, N, K), contiguous.
     """
     (codes_PN, scale_N), (codes_PK, scale_K) = dy, x
     operands: Operands = {

@@ -71,19 +71,11 @@ def stamp_file(arch: int) -> Path | None:
 def write_stamp(arch: int, passed: bool, **details: str) -> Path | None:
     """Write the result of a verification; return the file, or None if there is no cache directory.
 
-    Parameters
-    ----------
-    arch
-        The architecture of the GPU, 100 for sm_100.
-    passed
-        Whether all rules passed.
-    **details
-        Further facts for the reader of the file, such as the name of the GPU.
+    - ``arch``: the architecture of the GPU, 100 for sm_100.
+    - ``passed``: whether all rules passed.
+    - ``**details``: further facts for the reader of the file, such as the name of the GPU.
 
-    Raises
-    ------
-    OSError
-        The file cannot be written.
+    Raises `OSError`: the file cannot be written.
     """
     path = stamp_file(arch)
     if path is not None:

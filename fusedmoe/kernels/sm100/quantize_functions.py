@@ -50,20 +50,14 @@ def bind_quantize_packed(
     Both scales are vectors of ``P / 128 * ceil(K / 128) * 512``. Nothing is written for the packed rows from
     ``ends[-1]`` on.
 
-    Parameters
-    ----------
-    x
-        bf16 or fp16, shape (R, K), K a multiple of 32, unit stride in K, the other stride a multiple of 8, the address
-        a multiple of 16 bytes.
-    offsets_E
-        The end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within [0, R]. Rows from
-        ``offsets[-1]`` on are not read.
-    index_R
-        int32, shape (R,), contiguous: row r is ``x[index[r]]``, and ``x`` is (T, K) with any number of rows. It is read
-        only for rows that belong to an expert.
-    halves
-        The features of ``x`` are [gate | up], K a multiple of 64. Those of the result are in blocks of 32: gate 0 to
-        31, up 0 to 31, gate 32 to 63, and so on.
+    - ``x``: bf16 or fp16, shape (R, K), K a multiple of 32, unit stride in K, the other stride a multiple of 8, the
+      address a multiple of 16 bytes.
+    - ``offsets_E``: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within [0, R]. Rows
+      from ``offsets[-1]`` on are not read.
+    - ``index_R``: int32, shape (R,), contiguous: row r is ``x[index[r]]``, and ``x`` is (T, K) with any number of rows.
+      It is read only for rows that belong to an expert.
+    - ``halves``: the features of ``x`` are [gate | up], K a multiple of 64. Those of the result are in blocks of 32:
+      gate 0 to 31, up 0 to 31, gate 32 to 63, and so on.
     """
     length = x.shape[1]
     num_rows = x.shape[0] if index_R is None else index_R.shape[0]
@@ -112,19 +106,11 @@ def bind_quantize_packed_nvfp4(
 
     Both scales are vectors of P K / 16. Nothing is written for the packed rows from ``ends[-1]`` on.
 
-    Parameters
-    ----------
-    x, offsets_E, index_R, halves
-        As of `bind_quantize_packed`; K is a multiple of 128.
-    rotated
-        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.numerics.formats.hadamard` does.
-    stochastic
-        Round by random bits.
-    packed
-        ``x`` has packed rows already, and ``offsets`` are their ends.
+    - ``x``, ``offsets_E``, ``index_R``, ``halves``: as of `bind_quantize_packed`; K is a multiple of 128.
+    - ``rotated``: rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.numerics.formats.hadamard` does.
+    - ``stochastic``: round by random bits.
+    - ``packed``: ``x`` has packed rows already, and ``offsets`` are their ends.
 
-    Notes
-    -----
     ``factors`` of a call has the factor of each expert's scales for each form, (E,) fp32. ``random`` has the random
     bytes of each form if ``stochastic``: (P, K) and (K, P).
     """
@@ -179,14 +165,10 @@ def bind_quantize_packed_weight(
 
     Both scales are vectors of E N K / 32.
 
-    Parameters
-    ----------
-    weight_ENK
-        bf16 or fp16, shape (E, N, K), N and K multiples of 128, unit stride in K, the other strides multiples of 8, the
-        address a multiple of 16 bytes.
-    halves
-        The rows of each expert are [gate | up]. Those of the result are in blocks of 32: gate 0 to 31, up 0 to 31, gate
-        32 to 63, and so on.
+    - ``weight_ENK``: bf16 or fp16, shape (E, N, K), N and K multiples of 128, unit stride in K, the other strides
+      multiples of 8, the address a multiple of 16 bytes.
+    - ``halves``: the rows of each expert are [gate | up]. Those of the result are in blocks of 32: gate 0 to 31, up 0
+      to 31, gate 32 to 63, and so on.
     """
     experts, lines, features = weight_ENK.shape
     tiles = weight_ENK.numel() // TILE**2

@@ -129,16 +129,10 @@ def why_not_matrix(
 ) -> str | None:
     """Features have unit stride or, with ``transposed``, rows may have it. All other strides are multiples of 8.
 
-    Parameters
-    ----------
-    name
-        Name in the reason.
-    shape, strides
-        (rows, columns) or (experts, rows, columns); strides in elements.
-    address
-        Address of the first element, in bytes.
-    transposed
-        Whether the second to last axis may have unit stride instead.
+    - ``name``: name in the reason.
+    - ``shape``, ``strides``: (rows, columns) or (experts, rows, columns); strides in elements.
+    - ``address``: address of the first element, in bytes.
+    - ``transposed``: whether the second to last axis may have unit stride instead.
     """
     row, column = strides[-2], strides[-1]
     by_rows = column == 1 and row >= shape[-1] and not row % UNIT

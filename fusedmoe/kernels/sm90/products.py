@@ -165,22 +165,14 @@ def grouped_gemm_activation(
     Of `Codes`, p is rounded to bf16 before the activation. y is rounded to bf16 and, with ``quantized``, then quantized
     by rows.
 
-    Parameters
-    ----------
-    x
-        (R, K); with ``gather`` (T, K).
-    weight
-        (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate. Of `Codes`,
-        they do not alternate, and half of N is a multiple of 128, or of 16 with scales per expert.
-    keep_preactivation
-        Return p too.
-    quantized
-        Of `Codes`: the format of y, in blocks of 1 x 128; None for y in bf16.
+    - ``x``: (R, K); with ``gather`` (T, K).
+    - ``weight``: (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate. Of
+      `Codes`, they do not alternate, and half of N is a multiple of 128, or of 16 with scales per expert.
+    - ``keep_preactivation``: return p too.
+    - ``quantized``: of `Codes`: the format of y, in blocks of 1 x 128; None for y in bf16.
 
-    Returns
-    -------
-    tuple of Tensor
-        y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is kept.
+    Returns: y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is
+    kept.
     """
     run = bind_grouped_gemm_activation(
         x, weight, bias, row_scale, activation, keep_preactivation, options, gather, quantized=quantized
@@ -279,25 +271,15 @@ def grouped_gemm_activation_backward(
 
     It is one launch; with ``want_row_scale_grad``, a sum follows.
 
-    Parameters
-    ----------
-    grad_output
-        (R, H); with ``gather`` (T, H).
-    weight
-        (E, H, I) as the layer after the activation stores it, with unit stride along H or I. Of `Codes`, (E, I, H): the
-        form by columns.
-    preactivation
-        p: (R, 2 I) if gated, else (R, I).
-    want_output
-        Return the recomputed ``activation(p) * row_scale`` too.
-    want_row_scale_grad
-        Return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per column tile. A
-        second launch adds them up in a fixed order, so the result is deterministic.
+    - ``grad_output``: (R, H); with ``gather`` (T, H).
+    - ``weight``: (E, H, I) as the layer after the activation stores it, with unit stride along H or I. Of `Codes`, (E,
+      I, H): the form by columns.
+    - ``preactivation``: p: (R, 2 I) if gated, else (R, I).
+    - ``want_output``: return the recomputed ``activation(p) * row_scale`` too.
+    - ``want_row_scale_grad``: return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per
+      column tile. A second launch adds them up in a fixed order, so the result is deterministic.
 
-    Returns
-    -------
-    tuple[Tensor, Tensor or None, Tensor or None]
-        Gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
+    Returns: gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
     """
     run = bind_grouped_gemm_activation_backward(
         grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather
@@ -460,34 +442,22 @@ def grouped_wgrad(
 ) -> Tensor:
     """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
 
-    Parameters
-    ----------
-    grad_output, x
-        (R, N) and (R, K). The one that is ``gathered`` has T rows instead. Of `Codes`, both are in columns form: codes
-        (N, P) and (K, P), N and K multiples of 16; ``x`` is E4M3. Each expert's rows begin at a multiple of 128; the
-        codes of padding are zeros. Codes after the last expert's padding are not read. Scales are (N, P / 128) and
-        (K, P / 128), with the strides of `with_strides`, or both (E,).
-    out
-        (E, N, K): the tensor to write or to add to.
-    dtype
-        Dtype of the result without ``out``: that of x (the default), or fp32. Of `Codes`, bf16 (the default), fp16 or
-        fp32.
-    accumulate
-        Add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not change.
-    gather, gathered
-        (R,) int32, and the operand that it is for: row r of that operand is its row ``gather[r]``. Entries of the tail
-        are not read.
+    - ``grad_output``, ``x``: (R, N) and (R, K). The one that is ``gathered`` has T rows instead. Of `Codes`, both are
+      in columns form: codes (N, P) and (K, P), N and K multiples of 16; ``x`` is E4M3. Each expert's rows begin at a
+      multiple of 128; the codes of padding are zeros. Codes after the last expert's padding are not read. Scales are
+      (N, P / 128) and (K, P / 128), with the strides of `with_strides`, or both (E,).
+    - ``out``: (E, N, K): the tensor to write or to add to.
+    - ``dtype``: dtype of the result without ``out``: that of x (the default), or fp32. Of `Codes`, bf16 (the default),
+      fp16 or fp32.
+    - ``accumulate``: add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not
+      change.
+    - ``gather``, ``gathered``: (R,) int32, and the operand that it is for: row r of that operand is its row
+      ``gather[r]``. Entries of the tail are not read.
 
-    Returns
-    -------
-    Tensor
-        (E, N, K).
+    Returns: (E, N, K).
 
-    Raises
-    ------
-    ValueError
-        Only one of ``gather`` and ``gathered`` is given, ``gathered`` is not "grad_output" or "x", or ``gather`` is not
-        a contiguous int32 vector.
+    Raises `ValueError`: only one of ``gather`` and ``gathered`` is given, ``gathered`` is not "grad_output" or "x", or
+    ``gather`` is not a contiguous int32 vector.
     """
     if out is not None:
         dtype = out.dtype

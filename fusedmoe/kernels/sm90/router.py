@@ -205,14 +205,9 @@ def bind_logits_grad(
 
     All gradients are contiguous. One more launch makes zeros if none is that of the weights.
 
-    Parameters
-    ----------
-    blocks
-        The part in each block of columns, see `blocks_for`. Empty if no product follows.
-    groups
-        G: `weight_groups`, or 1 if no gradient of the weight follows.
-    weight_EH
-        The router's weight, if `bind_router_dgrad` follows.
+    - ``blocks``: the part in each block of columns, see `blocks_for`. Empty if no product follows.
+    - ``groups``: G: `weight_groups`, or 1 if no gradient of the weight follows.
+    - ``weight_EH``: the router's weight, if `bind_router_dgrad` follows.
     """
     from fusedmoe.kernels.rows.router.gradient import ChooseBackward  # deferred: imports the CuTe DSL
 

@@ -23,14 +23,9 @@ def to_codes(x: Tensor, element: Element, random_bits: Tensor | None = None) -> 
     Finite values beyond the largest saturate. NaN and infinities become NaN in FP8. E2M1 has no NaN: NaN becomes +6,
     infinities saturate, and the caller marks the block by its scale (see `fusedmoe.numerics.formats.quantizers`).
 
-    Parameters
-    ----------
-    x
-        fp32.
-    element
-        The type to round to.
-    random_bits
-        uint8 in the shape of ``x``, for stochastic rounding; None rounds to nearest even. E2M1 only.
+    - ``x``: fp32.
+    - ``element``: the type to round to.
+    - ``random_bits``: uint8 in the shape of ``x``, for stochastic rounding; None rounds to nearest even. E2M1 only.
     """
     if element == E2M1:
         return _to_e2m1(x) if random_bits is None else _to_e2m1_stochastic(x, random_bits)

@@ -18,19 +18,12 @@ if TYPE_CHECKING:
 class AmaxHistory:
     """The amax of earlier steps and the scales that follow from them, per expert.
 
-    Attributes
-    ----------
-    amax : Tensor
-        (steps, E) fp32: the amax of the last steps, newest first; zeros before the first step.
-    reference : Tensor
-        (E,) fp32: the amax that determines the scale; 0 before the first step.
-    encode : Tensor
-        (E,) fp32: the factor that tensors are multiplied by, ``max / 2**margin / reference`` rounded by the format's
-        rule; 1 before the first step.
-    previous : Tensor
-        (E,) fp32: the factor of the last step, for recomputation of that step.
-    begun : bool
-        Whether a step has been added.
+    - ``amax`` (Tensor): (steps, E) fp32: the amax of the last steps, newest first; zeros before the first step.
+    - ``reference`` (Tensor): (E,) fp32: the amax that determines the scale; 0 before the first step.
+    - ``encode`` (Tensor): (E,) fp32: the factor that tensors are multiplied by, ``max / 2**margin / reference`` rounded
+      by the format's rule; 1 before the first step.
+    - ``previous`` (Tensor): (E,) fp32: the factor of the last step, for recomputation of that step.
+    - ``begun`` (bool): whether a step has been added.
     """
 
     def __init__(self, quantizer: Quantizer, experts: int, device: torch.device) -> None:

@@ -30,27 +30,14 @@ from fusedmoe.base.errors import InputError
 
 @dataclass(frozen=True)
 class Element:
-    """A small floating-point type.
+    """A small floating-point type."""
 
-    Attributes
-    ----------
-    name : str
-        For example ``"e4m3"``: 4 exponent bits, 3 mantissa bits.
-    bits : int
-        Width of a code, including the sign.
-    max : float
-        The largest finite value. Finite values beyond it saturate.
-    max_exponent : int
-        ``floor(log2(max))``.
-    dtype : torch.dtype
-        Storage type of the codes; uint8 holds two 4-bit codes, the even element in the low half.
-    """
-
-    name: str
-    bits: int
+    name: str  #: For example ``"e4m3"``: 4 exponent bits, 3 mantissa bits
+    bits: int  #: Width of a code, including the sign
+    #: The largest finite value. Finite values beyond it saturate.
     max: float
-    max_exponent: int
-    dtype: torch.dtype
+    max_exponent: int  #: ``floor(log2(max))``
+    dtype: torch.dtype  #: Storage type of the codes; uint8 holds two 4-bit codes, the even element in the low half
 
     def __post_init__(self) -> None:
         bits, dtype = POSITIVE_INTEGER, instance(torch.dtype, "a torch.dtype")
@@ -117,31 +104,16 @@ _FORMAT = {
 
 @dataclass(frozen=True)
 class Format:
-    """A target format of quantization.
+    """A target format of quantization."""
 
-    Attributes
-    ----------
-    name : str
-        The name that ``explain()`` prints.
-    element : Element
-        The type of the codes.
-    block : tuple of (int or None, int or None)
-        Size of a block of elements that share a scale: across the quantized axis, and along it. None means the whole
-        extent of one expert. The last block may be smaller.
-    rule : ScaleRule
-        Rule and storage type of the scales.
-    tensor_scale : bool
-        Whether every expert also has an fp32 scale; only with `ScaleRule.TWO_LEVEL`.
-    amax_epsilon : float
-        Lower bound on amax, for rules with fp32 scales.
-    """
-
-    name: str
-    element: Element
+    name: str  #: The name that ``explain()`` prints
+    element: Element  #: The type of the codes
+    #: Size of a block of elements that share a scale: across the quantized axis, and along it. None means the whole
+    #: extent of one expert. The last block may be smaller.
     block: tuple[int | None, int | None]
-    rule: ScaleRule
-    tensor_scale: bool = False
-    amax_epsilon: float = 0.0
+    rule: ScaleRule  #: Rule and storage type of the scales
+    tensor_scale: bool = False  #: Whether every expert also has an fp32 scale; only with `ScaleRule.TWO_LEVEL`
+    amax_epsilon: float = 0.0  #: Lower bound on amax, for rules with fp32 scales
 
     def __post_init__(self) -> None:
         def reject(field: str, expected: str) -> InputError:

@@ -20,14 +20,9 @@ _MANTISSA = 0x7FFFFF
 def encode_and_scale(amax: Tensor, format: Format, tensor_encode: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the factor that elements are multiplied by, in fp32, and the scale to store, in the rule's dtype.
 
-    Parameters
-    ----------
-    amax
-        fp32, one entry per scale; finite, or NaN for a NaN scale of `ScaleRule.TWO_LEVEL`.
-    format
-        Gives the rule.
-    tensor_encode
-        For `ScaleRule.TWO_LEVEL`: the result of `tensor_encode`, broadcast against ``amax``.
+    - ``amax``: fp32, one entry per scale; finite, or NaN for a NaN scale of `ScaleRule.TWO_LEVEL`.
+    - ``format``: gives the rule.
+    - ``tensor_encode``: for `ScaleRule.TWO_LEVEL`: the result of `tensor_encode`, broadcast against ``amax``.
     """
     rule, element = format.rule, format.element
     if rule is ScaleRule.TWO_LEVEL:

@@ -25,17 +25,10 @@ _TILE = TILE_ROWS * TILE_COLUMNS
 
 
 class SwizzledGroups(NamedTuple):
-    """The scales of several experts, each swizzled separately, concatenated.
+    """The scales of several experts, each swizzled separately, concatenated."""
 
-    Attributes
-    ----------
-    blocked : Tensor
-        (B,), where B is an upper bound for any splits; zeros after the last expert.
-    starts : Tensor
-        (E,) int64: start of each expert's part in ``blocked``. The part of an expert without scales is empty.
-    """
-
-    blocked: Tensor
+    blocked: Tensor  #: (B,), where B is an upper bound for any splits; zeros after the last expert
+    #: (E,) int64: start of each expert's part in ``blocked``. The part of an expert without scales is empty.
     starts: Tensor
 
 

@@ -30,37 +30,24 @@ class QuantizedTensor:
     two products that sum over different axes is therefore quantized twice: along the last axis ("by rows") and along
     the second to last ("by columns"). Each result is a separate `QuantizedTensor`.
 
-    Attributes
-    ----------
-    data : Tensor
-        The codes, in the element's dtype; two 4-bit codes per byte. **The quantized axis is the last**: (R, K) for
-        rows by rows; (K, P) for rows by columns, with each expert's rows padded to whole blocks; (E, N, K) and
-        (E, K, N) for weights.
-    scale : Tensor
-        In the rule's dtype, for data (..., M, L): one per block, (..., M / across, L / along); one per row,
-        (..., M, 1), or (M, E) for rows by columns; or one per expert, (E,).
-    format : Format
-        Format of codes and scales.
-    axis : int
-        The axis of the source along which blocks run: -1 or -2.
-    shape, dtype : tuple of int, torch.dtype
-        Shape and dtype of the source. Rows may have more than one leading axis.
-    tensor_scale : Tensor or None
-        (E,) fp32, the scale of each expert; None if the format has none.
-    offsets : Tensor or None
-        For rows sorted by expert: the end of each expert's rows.
-    rotated : bool
-        Whether tiles of 16 rows were rotated before quantization: see `fusedmoe.numerics.formats.hadamard`.
+    - ``shape``, ``dtype`` (tuple of int, torch.dtype): shape and dtype of the source. Rows may have more than one
+      leading axis.
     """
 
+    #: The codes, in the element's dtype; two 4-bit codes per byte. **The quantized axis is the last**: (R, K) for rows
+    #: by rows; (K, P) for rows by columns, with each expert's rows padded to whole blocks; (E, N, K) and (E, K, N) for
+    #: weights.
     data: Tensor
+    #: In the rule's dtype, for data (..., M, L): one per block, (..., M / across, L / along); one per row, (..., M, 1),
+    #: or (M, E) for rows by columns; or one per expert, (E,).
     scale: Tensor
-    format: Format
-    axis: int
+    format: Format  #: Format of codes and scales
+    axis: int  #: The axis of the source along which blocks run: -1 or -2
     shape: tuple[int, ...]
     dtype: torch.dtype
-    tensor_scale: Tensor | None = None
-    offsets: Tensor | None = None
+    tensor_scale: Tensor | None = None  #: (E,) fp32, the scale of each expert; None if the format has none
+    offsets: Tensor | None = None  #: For rows sorted by expert: the end of each expert's rows
+    #: Whether tiles of 16 rows were rotated before quantization: see `fusedmoe.numerics.formats.hadamard`.
     rotated: bool = False
 
     @property
@@ -172,24 +159,17 @@ class QuantizedTensor:
 class QuantizedSpec(NamedTuple):
     """Shape, dtype and format of a `QuantizedTensor` that does not exist yet.
 
-    Attributes
-    ----------
-    shape, dtype, format, axis, rotated
-        As of `QuantizedTensor`.
-    experts : int or None
-        For rows sorted by expert: the number of experts.
-    stacked : bool
-        One matrix per expert, (E, N, K); otherwise one matrix, whose rows may have more than one leading axis.
-    packed, halves : bool
-        Codes and scales are in the layout of `fusedmoe.numerics.formats.packed`, which only kernels read; gate and up
-        alternate.
+    - ``shape``, ``dtype``, ``format``, ``axis``, ``rotated``: as of `QuantizedTensor`.
+    - ``packed``, ``halves`` (bool): codes and scales are in the layout of `fusedmoe.numerics.formats.packed`, which
+      only kernels read; gate and up alternate.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     format: Format
     axis: int
-    experts: int | None = None
+    experts: int | None = None  #: For rows sorted by expert: the number of experts
+    #: One matrix per expert, (E, N, K); otherwise one matrix, whose rows may have more than one leading axis.
     stacked: bool = False
     rotated: bool = False
     packed: bool = False

@@ -159,10 +159,7 @@ _CONVERSIONS: dict[str, tuple[Callable[[Any, _Fields], Recipe], dict[str, Any]]]
 def converted(recipe: object) -> Recipe | None:
     """Return the recipe for a recipe of Transformer Engine; None for any other object.
 
-    Raises
-    ------
-    InputError
-        A field has an unsupported value; the message names the field.
+    Raises `InputError`: a field has an unsupported value; the message names the field.
     """
     found = next((_CONVERSIONS[c.__name__] for c in type(recipe).__mro__ if c.__name__ in _CONVERSIONS), None)
     if found is None:

@@ -65,12 +65,8 @@ def has_expert_on(expert_index: Tensor, rank: int, experts: int) -> Tensor:
 def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -> Wanted:
     """Return which parts of this rank's tokens are not zero: those of the ranks whose experts a token chose.
 
-    Parameters
-    ----------
-    expert_index
-        (T, K).
-    ranks, experts, rows
-        P, E / P and N.
+    - ``expert_index``: (T, K).
+    - ``ranks``, ``experts``, ``rows``: P, E / P and N.
     """
 
     def wanted() -> Tensor:
@@ -128,14 +124,7 @@ class CountRows(nn.Module):
     that a rank needs even more, one row for each slot. The ranks add up the rows of each rank, and
     the hosts read them: a host synchronisation. No CUDA graph can capture it.
 
-    Parameters
-    ----------
-    num_experts
-        E, of all ranks.
-    limit
-        The limit.
-    expert_parallel
-        The ranks.
+    - ``num_experts``: E, of all ranks.
     """
 
     provides = ("local_rows",)
@@ -172,15 +161,8 @@ class CountRows(nn.Module):
 class GatherTokens(Op):
     """``rows[r * N + t] = x[t]`` of rank r: the tokens of all ranks, with their experts and weights.
 
-    Parameters
-    ----------
-    num_experts
-        E, of all ranks.
-    expert_parallel
-        The ranks.
+    - ``num_experts``: E, of all ranks.
 
-    Notes
-    -----
     Called with ``x`` (T, H), ``expert_index`` (T, K), ``expert_weight`` (T, K) and, unless ``max_tokens`` is set,
     ``rank_rows`` (N, 0). Returns (P*N, H), and provides ``gathered_index`` (P*N, K) int32, in which the experts of this
     rank are 0 to E / P - 1, and all other ids are sentinels, and ``gathered_weight`` (P*N, K).

@@ -123,15 +123,8 @@ def _stays(x: Tensor) -> bool:
 class GatherVaryingTokens(nn.Module):
     """The tokens of all ranks that have an expert on this rank, in the order of the ranks, then of the tokens.
 
-    Parameters
-    ----------
-    num_experts
-        E, of all ranks.
-    expert_parallel
-        The ranks.
+    - ``num_experts``: E, of all ranks.
 
-    Notes
-    -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) and ``expert_weight`` (T, K). Returns (G, H), and provides
     ``gathered_index`` (G, K) int32, in which the experts of this rank are 0 to E / P - 1, and others are sentinels,
     ``gathered_weight`` (G, K), ``local_rows`` (R, 0), where R is the number of their slots with an expert of this rank,

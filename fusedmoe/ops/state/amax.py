@@ -66,16 +66,10 @@ class Step:
     A call that activation checkpointing recomputes uses the factor of the original call. Any other training call adds
     its amax to the history.
 
-    Attributes
-    ----------
-    history : AmaxHistory
-        The amax of earlier steps.
-    encode : Tensor
-        (E,) fp32: the factor to multiply the tensor by. The end of the step changes it in place.
-    again : bool
-        Whether activation checkpointing recomputes this call.
-    counts : bool
-        Whether `end` adds an amax to the history.
+    - ``history`` (AmaxHistory): the amax of earlier steps.
+    - ``encode`` (Tensor): (E,) fp32: the factor to multiply the tensor by. The end of the step changes it in place.
+    - ``again`` (bool): whether activation checkpointing recomputes this call.
+    - ``counts`` (bool): whether `end` adds an amax to the history.
     """
 
     def __init__(self, history: AmaxHistory, role: str, training: bool) -> None:

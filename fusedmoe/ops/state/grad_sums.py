@@ -58,13 +58,9 @@ _thread = _Thread()
 def find(weights: Iterable[tuple[Op, Any, Tensor | None]], in_graph: bool) -> dict[Op, Sum]:
     """Return the sums that kernels may add to in this backward pass.
 
-    Parameters
-    ----------
-    weights
-        Each op of a call that has a weight; autograd's node for the gradient of the weight, or None; and the tensor
-        that was passed, if it is ``.mT`` of a parameter. ``in_graph``: the node is that of the parameter.
-    in_graph
-        Whether the backward pass is part of a compiled graph.
+    - ``weights``: each op of a call that has a weight; autograd's node for the gradient of the weight, or None; and the
+      tensor that was passed, if it is ``.mT`` of a parameter. ``in_graph``: the node is that of the parameter.
+    - ``in_graph``: whether the backward pass is part of a compiled graph.
     """
     found: dict[Op, Sum] = {}
     known = set()  # a second layer with the same weight gives autograd a gradient of its own

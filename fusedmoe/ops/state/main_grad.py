@@ -23,10 +23,7 @@ class _HasWeight(Protocol):
 def main_grad_of(op: _HasWeight) -> Tensor:
     """Return the ``main_grad`` of the op's weight.
 
-    Raises
-    ------
-    InputError
-        ``main_grad`` is no tensor, or has the wrong shape, dtype or device.
+    Raises `InputError`: ``main_grad`` is no tensor, or has the wrong shape, dtype or device.
     """
     weight = op.weight
     main_grad = getattr(weight, "main_grad", None)

@@ -29,14 +29,8 @@ def bind_activation(
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """Return the function of ``(p, scale)``: ``y[r] = act(p[r]) * scale[r]``, (R, I), in the dtype of p.
 
-    Parameters
-    ----------
-    p_RN
-        The preactivation; R > 0.
-    scale_R
-        fp32, bf16 or fp16, contiguous; None for no scale.
-    activation
-        The activation.
+    - ``p_RN``: the preactivation; R > 0.
+    - ``scale_R``: fp32, bf16 or fp16, contiguous; None for no scale.
     """
     from fusedmoe.kernels.rows.activation.kernel import Activate  # deferred: imports the CuTe DSL
 
@@ -58,14 +52,10 @@ def bind_activation_backward(
 ) -> Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]]:
     """Return the function of ``(dy, p, scale)``: the gradients of p and of the scale, and y of `bind_activation`.
 
-    Parameters
-    ----------
-    dy_RI
-        The gradient of y, in the dtype of p.
-    p_RN, scale_R, activation
-        As for `bind_activation`.
-    want_scale, want_output
-        Whether the gradient of the scale, in its dtype, and y are computed; None otherwise.
+    - ``dy_RI``: the gradient of y, in the dtype of p.
+    - ``p_RN``, ``scale_R``, ``activation``: as for `bind_activation`.
+    - ``want_scale``, ``want_output``: whether the gradient of the scale, in its dtype, and y are computed; None
+      otherwise.
     """
     from fusedmoe.kernels.rows.activation.kernel import ActivateBackward  # deferred: imports the CuTe DSL
 

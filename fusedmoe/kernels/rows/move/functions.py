@@ -30,17 +30,10 @@ SLICE_UNIT = 8  # rows that a warp loads at once
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
     """Ends of the experts' rows: ``offsets[e] = min(sum(max(splits[: e + 1], 0)), num_rows)``, in one launch.
 
-    Parameters
-    ----------
-    splits_E
-        Rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No value overflows.
-    num_rows
-        R, the number of rows, below 2**31.
+    - ``splits_E``: rows per expert, int32 or int64, shape (E,), contiguous, on a CUDA device. No value overflows.
+    - ``num_rows``: R, the number of rows, below 2**31.
 
-    Returns
-    -------
-    Tensor
-        int32, shape (E,), non-decreasing, within [0, R].
+    Returns: int32, shape (E,), non-decreasing, within [0, R].
     """
     return bind_offsets_from_splits(splits_E, num_rows)(splits_E)
 
@@ -93,20 +86,12 @@ def bind_row_ranges(
 def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``sums[e] = sum of grad over the rows of e``, in fp32, rounded once; the same bits at every call. Two launches.
 
-    Parameters
-    ----------
-    grad_RN
-        Rows sorted by expert, bf16 or fp16, shape (R, N), with unit stride in N. N and the pitch are multiples of 8,
-        the address a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
-    offsets_E
-        Ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
-    dtype
-        Dtype of the sums: bf16, fp16 or fp32; by default that of ``grad``.
+    - ``grad_RN``: rows sorted by expert, bf16 or fp16, shape (R, N), with unit stride in N. N and the pitch are
+      multiples of 8, the address a multiple of 16 bytes. Rows from ``offsets[-1]`` on are not read.
+    - ``offsets_E``: ends of the experts' rows, int32, shape (E,), contiguous, non-decreasing, within [0, R].
+    - ``dtype``: dtype of the sums: bf16, fp16 or fp32; by default that of ``grad``.
 
-    Returns
-    -------
-    Tensor
-        Shape (E, N); zeros for an expert without rows.
+    Returns: shape (E, N); zeros for an expert without rows.
     """
     return bind_column_sums(grad_RN, offsets_E, dtype)(grad_RN, offsets_E)
 

@@ -36,27 +36,18 @@ def bind_route(
 
     With ``chunk_slots``, the arguments are ``(ids, weights, counts)``, and there is one launch instead of two.
 
-    Parameters
-    ----------
-    index_TK
-        int32 or int64. An id outside [0, E) is a sentinel. The rows of sentinels come after those of every expert.
-    weight_TK
-        fp32, bf16 or fp16.
-    num_experts
-        E, at most `limits.MOST_EXPERTS`.
-    chunk_slots
-        The number of slots of a chunk, if ``counts`` (chunks, E + 1) int32 is given: the slots per chunk and expert,
-        then the sentinels, with the pitch `count_pitch`.
-    num_rows
-        R; None for T*K. The slots after row R - 1 have no row, and are not counted.
+    - ``index_TK``: int32 or int64. An id outside [0, E) is a sentinel. The rows of sentinels come after those of every
+      expert.
+    - ``weight_TK``: fp32, bf16 or fp16.
+    - ``num_experts``: E, at most `limits.MOST_EXPERTS`.
+    - ``chunk_slots``: the number of slots of a chunk, if ``counts`` (chunks, E + 1) int32 is given: the slots per chunk
+      and expert, then the sentinels, with the pitch `count_pitch`.
+    - ``num_rows``: R; None for T*K. The slots after row R - 1 have no row, and are not counted.
 
-    Returns
-    -------
-    callable
-        Returns ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
-        ``row_of_slot`` (T, K) int64, R for sentinels and for slots without a row; ``slot_of_row`` (R,) int64;
-        ``token_of_row`` (R,) int32, within [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts'
-        rows.
+    Returns: ``splits`` (E,) int64, rows per expert; ``probs`` (R,), each row's weight, zero for sentinels;
+    ``row_of_slot`` (T, K) int64, R for sentinels and for slots without a row; ``slot_of_row`` (R,) int64;
+    ``token_of_row`` (R,) int32, within [0, T) also for sentinels; ``offsets`` (E,) int32, the ends of the experts'
+    rows.
     """
     from fusedmoe.kernels.rows.move.route import CHUNK, Route  # deferred: imports the CuTe DSL
 

@@ -46,19 +46,13 @@ def bind_quantize_rows(
       expert's rows begin at a multiple of 128. Without offsets P is R, the pitch of the codes is R, rounded up to a
       multiple of 16, and the scale is (K, ceil(R / 128)).
 
-    Parameters
-    ----------
-    x_RK
-        bf16 or fp16, shape (R, K), K a multiple of 16, unit stride in K, the pitch a multiple of 8, the address a
-        multiple of 16 bytes.
-    format
-        FP8 with fp32 scales. Its blocks are not read.
-    offsets_E
-        For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
-        [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
-    index_R
-        int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of rows. It is
-        read only for rows that belong to an expert.
+    - ``x_RK``: bf16 or fp16, shape (R, K), K a multiple of 16, unit stride in K, the pitch a multiple of 8, the address
+      a multiple of 16 bytes.
+    - ``format``: FP8 with fp32 scales. Its blocks are not read.
+    - ``offsets_E``: for rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous,
+      non-decreasing, within [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
+    - ``index_R``: int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of
+      rows. It is read only for rows that belong to an expert.
     """
     if index_R is not None and not columns and index_R.shape[0] >= TOKEN_READERS * x_RK.shape[0] > 0:
         if offsets_E is not None and not format.amax_epsilon:
@@ -128,13 +122,9 @@ def bind_quantize_weight(
     N' and K' are the numbers of blocks of 128, and N4 and K4 these numbers, rounded up to multiples of 4. Without the
     axis E, no result has it.
 
-    Parameters
-    ----------
-    weight
-        bf16 or fp16, shape (E, N, K) or (N, K), unit stride in N or K, the other strides multiples of 8, the address a
-        multiple of 16 bytes. N and K are multiples of 16.
-    format
-        FP8 with fp32 scales. Its blocks are not read.
+    - ``weight``: bf16 or fp16, shape (E, N, K) or (N, K), unit stride in N or K, the other strides multiples of 8, the
+      address a multiple of 16 bytes. N and K are multiples of 16.
+    - ``format``: FP8 with fp32 scales. Its blocks are not read.
     """
     from fusedmoe.kernels.rows.quantize.blocks import QuantizeWeight  # deferred: imports the CuTe DSL
 
@@ -170,12 +160,8 @@ def bind_transpose_codes(codes: Tensor, scale: Tensor) -> Callable[[Tensor, Tens
     It serves tensors of the same shapes and strides as these. It returns codes (E, K, N), contiguous, and scale
     (E, K', N') with strides (N' K4, 1, K4), as `bind_quantize_weight` does.
 
-    Parameters
-    ----------
-    codes
-        One byte each, contiguous, the address a multiple of 16 bytes. N and K are multiples of 16.
-    scale
-        fp32, shape (E, N', K').
+    - ``codes``: one byte each, contiguous, the address a multiple of 16 bytes. N and K are multiples of 16.
+    - ``scale``: fp32, shape (E, N', K').
     """
     experts, lines, length = codes.shape
     kernel = None

@@ -95,29 +95,18 @@ def bind_quantize_format(
       begin at a multiple of the block, and P is `padded_rows` of R. Without, P is R, rounded up to a multiple of 16 if
       ``rotated``. The pitch of the codes is rounded up to 16 bytes.
 
-    Parameters
-    ----------
-    x
-        bf16 or fp16, shape (R, K), or (B, R, K) for weights, K a multiple of 16, unit stride in K, the other strides
-        multiples of 8, the address a multiple of 16 bytes.
-    format
-        Blocks of 16 or 32 values with scales that are not fp32, or one scale per row or expert, whose factors are
-        given. Square blocks are for weights.
-    offsets_E
-        For rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous, non-decreasing, within
-        [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
-    index_R
-        int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of rows. It is
-        read only for rows that belong to an expert.
-    rotated
-        Rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.numerics.formats.hadamard` does.
-    stochastic
-        Round E2M1 by random bits.
-    amax
-        Find the largest magnitude of each expert too.
+    - ``x``: bf16 or fp16, shape (R, K), or (B, R, K) for weights, K a multiple of 16, unit stride in K, the other
+      strides multiples of 8, the address a multiple of 16 bytes.
+    - ``format``: blocks of 16 or 32 values with scales that are not fp32, or one scale per row or expert, whose factors
+      are given. Square blocks are for weights.
+    - ``offsets_E``: for rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous,
+      non-decreasing, within [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
+    - ``index_R``: int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of
+      rows. It is read only for rows that belong to an expert.
+    - ``rotated``: rotate tiles of 16 rows before quantizing by columns, as `fusedmoe.numerics.formats.hadamard` does.
+    - ``stochastic``: round E2M1 by random bits.
+    - ``amax``: find the largest magnitude of each expert too.
 
-    Notes
-    -----
     ``factors`` of a call has one tensor for each form, in fp32, contiguous: for the rule TWO_LEVEL the factor of each
     expert's scales, (E,) or (B,); with one scale per expert its factor; with one per row the factor of each row, (R,)
     or (B R,), and of each column of an expert, (E, K) or (B, K). ``random`` has the random bytes of each form if
@@ -197,13 +186,10 @@ def bind_dequantize(
     last two axes exchanged if ``transposed``. The bits are those of `fusedmoe.numerics.formats.QuantizedTensor.split`,
     which leaves out the factors of rows, columns and experts.
 
-    Parameters
-    ----------
-    codes
-        (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples of 16. The
-        lines begin at multiples of 16 codes.
-    scale
-        As of the `QuantizedTensor`; it is not read without blocks. With square blocks, M is a multiple of the block.
+    - ``codes``: (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples
+      of 16. The lines begin at multiples of 16 codes.
+    - ``scale``: as of the `QuantizedTensor`; it is not read without blocks. With square blocks, M is a multiple of the
+      block.
     """
     packed = 2 if format.element == E2M1 else 1
     lines, length = codes.shape[-2], codes.shape[-1] * packed
@@ -267,19 +253,11 @@ def bind_update_amax_history(
     `fusedmoe.numerics.formats.delayed.AmaxHistory.update`, and returns the scale of the step's codes: ``1 / encode``
     before the change, (E,).
 
-    Parameters
-    ----------
-    most
-        The factor of a reference of 1, before it is rounded: the largest code divided by ``2**margin``.
-    least
-        Lower bound on the reference.
-    power_of_two
-        Round factors down to powers of two.
-    most_recent
-        The reference is the amax of this step. Otherwise it is the largest of the history.
+    - ``most``: the factor of a reference of 1, before it is rounded: the largest code divided by ``2**margin``.
+    - ``least``: lower bound on the reference.
+    - ``power_of_two``: round factors down to powers of two.
+    - ``most_recent``: the reference is the amax of this step. Otherwise it is the largest of the history.
 
-    Notes
-    -----
     ``history`` of a call is (S, E), the others (E,); all are fp32 and contiguous.
     """
     from fusedmoe.kernels.rows.quantize.amax_history import UpdateAmaxHistory  # deferred: imports the CuTe DSL

@@ -31,10 +31,7 @@ DECIMAL = re.compile(r"[0-9]{1,18}")
 def path() -> Path | None:
     """Return the path of the table, existing or not; None if the cache on disk is switched off.
 
-    Raises
-    ------
-    fusedmoe.kernels.build.cache.CacheUnusableError
-        The cache directory cannot be used.
+    Raises `fusedmoe.kernels.build.cache.CacheUnusableError`: the cache directory cannot be used.
     """
     folder = cache.folder(__version__)
     return None if folder is None else folder / FILE
@@ -71,10 +68,7 @@ def gpu_name() -> str | None:
 def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
     """Add one measurement to the table. A damaged table is replaced.
 
-    Raises
-    ------
-    OSError
-        The directory cannot be written.
+    Raises `OSError`: the directory cannot be written.
     """
     try:
         gpus = _read(file)
@@ -91,10 +85,7 @@ def add(file: Path, gpu: str, shape: Coarse, config: str, ms: float) -> None:
 def _read(file: Path) -> dict[str, dict[str, dict[str, Any]]]:
     """Return the GPUs of the table; none if there is no table.
 
-    Raises
-    ------
-    fusedmoe.kernels.build.cache.DamagedError
-        The content is not a table of this format.
+    Raises `fusedmoe.kernels.build.cache.DamagedError`: the content is not a table of this format.
     """
     found = cache.read(file, cache.LARGEST_JSON)
     if found is None:
