@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.base.specs import TensorSpec
+from fusedmoe.base.specs import TensorSpec
 
 _NOTHING = nullcontext()
 

@@ -5,14 +5,12 @@ These calls run unfused, since an estimator sees torch operators but no kernel l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {}
 """The operators of this package, each with a function from its arguments to its number of floating-point operations."""

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.base.errors import SPREAD_OVER_RANKS, InputError
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    Parameters: TypeAlias = Mapping[str, Tensor | None]
-    """Parameters by label and name, ``"1.weight"``, for ops that have none of their own."""
+Parameters: TypeAlias = Mapping[str, Tensor | None]
+"""Parameters by label and name, ``"1.weight"``, for ops that have none of their own."""
 
 
 def not_a_tensor(who: str, name: str, got: object) -> InputError:

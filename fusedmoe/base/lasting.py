@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _T = TypeVar("_T")
 _FAKE = torch._C._TorchDispatchModeKey.FAKE

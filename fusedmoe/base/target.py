@@ -5,17 +5,14 @@ from __future__ import annotations
 import functools
 import operator
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from fusedmoe.base.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ARCHITECTURES = (90, 100, 103)
 """The architectures that `fusedmoe` has kernels for: sm_90 (H100, H200), and sm_100 (B200) and sm_103 (B300).

@@ -6,7 +6,8 @@ Hopper and Blackwell compile these: `on` makes one rule for each, such as ``sm90
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from types import ModuleType
 
 from fusedmoe.builtin_rules.exchange import products as exchange_products
 from fusedmoe.builtin_rules.products import dequantized, dgrad, dgrad_activation, gemm, gemm_activation, linear, wgrad
@@ -17,10 +18,6 @@ from fusedmoe.builtin_rules.sm100 import gemm as packed_gemm
 from fusedmoe.builtin_rules.sm100 import quantize as packed_quantize
 from fusedmoe.builtin_rules.sm100 import wgrad as packed_wgrad
 from fusedmoe.fusion.language.rule import FusionRule
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
 
 _MODULES = (
     gemm, gemm_activation, dgrad, dgrad_activation, wgrad, dequantized, linear,

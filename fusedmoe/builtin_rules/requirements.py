@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -18,10 +18,8 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.numerics.activations import KINDS, Activation
-
-if TYPE_CHECKING:
-    from fusedmoe.ops.glu import GLU, SquaredReLU
-    from fusedmoe.ops.scale import ScaleGrad
+from fusedmoe.ops.glu import GLU, SquaredReLU
+from fusedmoe.ops.scale import ScaleGrad
 
 
 class OnSm90:

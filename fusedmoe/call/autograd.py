@@ -12,31 +12,23 @@ those that the plan does not save:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedmoe.base.autocast import without_autocast
 from fusedmoe.base.errors import InputError
 from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.fusion.program.differentiable import SecondOrderError
+from fusedmoe.fusion.program.plan import BoundPlan
 from fusedmoe.fusion.program.signature import DTYPE, signature
+from fusedmoe.ops.op import Op
 from fusedmoe.ops.state import grad_sums, weight_cache
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TypeAlias
-
-    from torch import Tensor
-
-    from fusedmoe.fusion.program.plan import BoundPlan
-    from fusedmoe.ops.op import Op
-
-    # a tensor or a weak reference to it; its version; for a view also a reference to the base, and the view's entry in
-    # the signature and storage offset
-    Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
+Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
 class _RunPlan(torch.autograd.Function):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fusedmoe.base import target
 from fusedmoe.base.autocast import autocast_dtype, cast_arguments, cast_specs, without_autocast
 from fusedmoe.base.errors import InputError, inside_jit_trace
-from fusedmoe.base.inputs import check_rows
+from fusedmoe.base.inputs import Parameters, check_rows
 from fusedmoe.call import settings
 from fusedmoe.call.autograd import run_call
 from fusedmoe.call.quantization import rewritten
@@ -28,19 +28,12 @@ from fusedmoe.fusion.program.plan_table import (
     wanted_gradients,
 )
 from fusedmoe.fusion.program.signature import Signature, argument_spec, signature
+from fusedmoe.fusion.report.data import PlanData
 from fusedmoe.fusion.report.describe import describe
 from fusedmoe.fusion.search.estimate import estimated
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.numerics.recipes import BF16
-from fusedmoe.ops.op import Node
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.fusion.report.data import PlanData
-    from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.numerics.recipes import BF16, Recipe
+from fusedmoe.ops.op import Node, SpecLike
 
 
 class Chain:

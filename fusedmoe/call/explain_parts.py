@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.call.partition import ChainPart
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.call.partition import ModulePart
-    from fusedmoe.fusion.report.data import PlanData
-    from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.base.inputs import Parameters
+from fusedmoe.call.partition import ChainPart, ModulePart
+from fusedmoe.fusion.report.data import PlanData
+from fusedmoe.kernels.options import KernelOptions
 
 
 def explain_parts(

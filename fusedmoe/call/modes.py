@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
+from fusedmoe.base.inputs import Parameters
 from fusedmoe.call.partition import partition_of_call
-from fusedmoe.ops.op import caller
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.ops.op import Runnable
+from fusedmoe.ops.op import Runnable, caller
 
 _T = TypeVar("_T")
 

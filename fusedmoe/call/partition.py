@@ -7,11 +7,10 @@ numbers per expert.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 from weakref import ref
 
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch._C import _is_any_autocast_enabled
 
 from fusedmoe.base.autocast import casts_rows
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.inputs import check_inputs, check_names, check_parameters, not_a_tensor
+from fusedmoe.base.inputs import Parameters, check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.base.log import say_once
 from fusedmoe.call.chain import Chain
 from fusedmoe.call.placing import Member, placed
@@ -35,14 +34,8 @@ from fusedmoe.call.sorted_rows import (
 from fusedmoe.call.still_valid import ModulesOfPartition
 from fusedmoe.expert_parallel.shards import Averaged, check_ddp, owners
 from fusedmoe.fusion.graph.forward import Graph, first_takers_of_offsets
-from fusedmoe.kernels.options import DEFAULT
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.ops.op import Node, Op, Runnable
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.kernels.options import KernelOptions
 
 logger = logging.getLogger("fusedmoe.layers.sequential")
 

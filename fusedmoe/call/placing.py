@@ -11,7 +11,10 @@ replaced by modules that exchange tokens between the ranks, and by their own for
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+from torch import nn
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.call.sorted_rows import changes_rows
@@ -19,11 +22,6 @@ from fusedmoe.ops.dispatch import Combine, Dispatch, return_of
 from fusedmoe.ops.exchange.fixed import AgreeOnTokens, CountRows, GatherTokens
 from fusedmoe.ops.exchange.varying import GatherVaryingTokens
 from fusedmoe.ops.op import Op
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from torch import nn
 
 
 class Member(NamedTuple):

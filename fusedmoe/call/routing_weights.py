@@ -8,16 +8,13 @@ output and into the gradient of W. The gradients that `Combine` multiplies have 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import torch
 
 from fusedmoe.ops import Combine, GroupedLinear, Quantize, Scale
 from fusedmoe.ops.grouped_lora import LoRADown, LoRAUp
 from fusedmoe.ops.op import Node
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
 
 _LINEAR = GroupedLinear, LoRADown, LoRAUp, Quantize  # in the rows, if they add no bias
 

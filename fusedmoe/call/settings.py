@@ -21,11 +21,12 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
+from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
@@ -35,9 +36,6 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.base.recompute import backward_pass, had_gradients
 from fusedmoe.numerics.recipes import BF16, Recipe, resolve
 from fusedmoe.ops.state.amax import looking
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound="Callable[..., Any]")

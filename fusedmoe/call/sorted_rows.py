@@ -8,16 +8,12 @@ in every part, until a module changes the number of rows.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedmoe.numerics.expert_rows import without_tail
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
 
 
 class Boundary(NamedTuple):

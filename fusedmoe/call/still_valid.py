@@ -9,26 +9,23 @@ Every call of every layer runs these functions: they must be fast.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._C import _len_torch_dispatch_stack
 from torch.nn.modules.module import _has_any_global_hook
 
 from fusedmoe.base import changes
 from fusedmoe.base.environment import environment_state
 from fusedmoe.base.estimating import counts_flops
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from fusedmoe.call.placing import Replaced
-    from fusedmoe.call.settings import Settings
-    from fusedmoe.fusion.program.plan import BoundPlan
-    from fusedmoe.fusion.program.plan_table import CallContext
-    from fusedmoe.fusion.program.signature import Signature
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.ops.op import Runnable
+from fusedmoe.call.placing import Replaced
+from fusedmoe.call.settings import Settings
+from fusedmoe.fusion.program.plan import BoundPlan
+from fusedmoe.fusion.program.plan_table import CallContext
+from fusedmoe.fusion.program.signature import Signature
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.ops.op import Runnable
 
 
 class ModulesOfPartition:

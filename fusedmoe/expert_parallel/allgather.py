@@ -5,20 +5,15 @@ No rank waits for its device, since all shapes are static. NCCL and gloo.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
-from fusedmoe.expert_parallel.engine import Engine, Pending, as_bytes, nothing, writes_no_weight
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, as_bytes, nothing, writes_no_weight
 
 
 class AllGather(Engine):

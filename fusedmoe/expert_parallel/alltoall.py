@@ -5,17 +5,14 @@ The numbers of rows depend on the contents of tensors, and the hosts must know t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.expert_parallel.engine import VaryingEngine, as_bytes, forbid_capture, writes_no_weight
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
 
 
 class AllToAll(VaryingEngine):

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.lasting import lasting
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROWS = 128  # R is a multiple, as the tiles of products are
 LAG = 32

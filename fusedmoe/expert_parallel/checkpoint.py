@@ -9,6 +9,7 @@ Axes: E experts, P ranks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,14 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedmoe.base.checks import MODULE
 from fusedmoe.base.log import say_once
+from fusedmoe.expert_parallel.group import ExpertParallel
 from fusedmoe.expert_parallel.shards import owners, shards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fusedmoe.expert_parallel.group import ExpertParallel
 
 logger = logging.getLogger(__name__)
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")  # no part of the names in state_dicts

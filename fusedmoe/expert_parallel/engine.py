@@ -6,19 +6,18 @@ Axes: P ranks, N rows per rank (the same number on every rank), T rows of this r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 

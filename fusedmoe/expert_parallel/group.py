@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args
 
@@ -19,8 +20,6 @@ from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from torch.distributed import ProcessGroup
 
 OverflowPolicy = Literal["raise", "rerun", "drop"]

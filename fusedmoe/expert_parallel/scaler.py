@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +13,6 @@ from torch import distributed as dist
 from fusedmoe.base.errors import InputError
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from torch.distributed import ProcessGroup
 
 _FRAMES = 12  # between `GradScaler.step` and a hook of the optimizer: at most 3, and those of schedulers

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -19,14 +20,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmoe.base.checks import MODULE, number
 from fusedmoe.base.errors import InputError
+from fusedmoe.expert_parallel.group import ExpertParallel
 from fusedmoe.expert_parallel.scaler import check_scaler
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed import ProcessGroup
 
-    from fusedmoe.expert_parallel.group import ExpertParallel
 
 _HOOK = "_averages_over_ranks"  # attribute of a shard: the handle of its hook
 _IS_SHARD = "_is_shard"  # attribute of a shard that an optimizer may have

@@ -19,23 +19,21 @@ Axes as in engine.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.expert_parallel.engine import Engine, Pending, expected_share, nothing
+from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, expected_share, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, gpu_id, why_not, write_word
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
-    from fusedmoe.expert_parallel.engine import Wanted
 
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 # the largest share of another rank's rows for which a kernel reads them: it reads a tenth slower than the copy engines,

@@ -6,14 +6,13 @@ all ranks. Allocation and `rendezvous` are collectives, and impossible while a C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
     from torch.distributed import ProcessGroup
 
 

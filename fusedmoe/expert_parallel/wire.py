@@ -5,15 +5,12 @@ Axes: R rows, H features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
 
 from fusedmoe.numerics.formats import QuantizedSpec, fp8_block, quantize
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch import Tensor
 
 FORMAT = fp8_block()  # that of rows and gradients in the recipe "fp8_block"
 LAUNCHES = 24  # of `packed` and `unpacked` with codes, and of their exchange

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,12 @@ from torchtitan.config.override import derive, override
 from torchtitan.models.common.moe import GroupedExperts
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.layers.explain_model import even_splits, register_reason_for_router
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.numerics.recipes import resolve
-from fusedmoe.ops import GroupedLinear, SwiGLU
+from fusedmoe.ops import GroupedLinear, Op, SwiGLU
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
-
-if TYPE_CHECKING:
-    from fusedmoe.fusion.report.data import Explanation
-    from fusedmoe.ops import Op
 
 _CHAIN = "_fusedmoe_chain"  # in __dict__, not a submodule, so that the state_dict does not include it
 

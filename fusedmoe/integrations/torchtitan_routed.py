@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,13 +27,10 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.torchtitan import WithChain, experts
 from fusedmoe.layers.sequential import Sequential
-from fusedmoe.ops import Combine, Dispatch, Scale
-
-if TYPE_CHECKING:
-    from fusedmoe.fusion.report.data import Explanation
-    from fusedmoe.ops import Op
+from fusedmoe.ops import Combine, Dispatch, Op, Scale
 
 
 class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]

@@ -34,7 +34,8 @@ documented formulas.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +45,6 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.numerics.recipes import shortest
 from fusedmoe.ops import GLU, GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 _QUICK = 1.702  # alpha of QGEGLU
 _NAMES = (

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fusedmoe.base.checks import MODULE, POSITIVE_INTEGER
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.target import planned_for
 from fusedmoe.fusion.language.rule import FusionError
-from fusedmoe.fusion.report.data import Explanation, format_bytes, hints, in_columns, raise_if_missed
+from fusedmoe.fusion.report.data import Explanation, PlannedStep, format_bytes, hints, in_columns, raise_if_missed
 from fusedmoe.layers.moe import MoE
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import GroupedLinear, Linear, Op, Router
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.fusion.report.data import PlannedStep
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,17 @@ Axes: E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.base.checks import FLAG, FLOATS, WRONG
 from fusedmoe.base.errors import InputError
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.layers.moe import MoE
 from fusedmoe.ops.glu import GLU
 from fusedmoe.ops.grouped_linear import GroupedLinear, Linear
-
-if TYPE_CHECKING:
-    from fusedmoe.expert_parallel import ExpertParallel
 
 Weights: TypeAlias = Tensor | Iterable[Tensor | nn.Linear]
 Biases: TypeAlias = Tensor | Iterable[Tensor]

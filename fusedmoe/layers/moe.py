@@ -6,18 +6,21 @@ Axes: T tokens, E experts, K chosen experts per token, H hidden, I intermediate.
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeGuard, overload
 
 import torch
 from torch import Tensor
 from torch._C import _get_tracing_state
 
-from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, Checked, check_all, said
+from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, Check, Checked, check_all, said
 from fusedmoe.base.errors import InputError, inside_jit_trace
 from fusedmoe.base.inputs import check_dense
 from fusedmoe.call import modes
 from fusedmoe.call.partition import partition_for
 from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.fusion.report.data import Explanation
+from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.layers.sequential import Sequential, explain_call, kernel_options
 from fusedmoe.numerics.expert_rows import rows_per_expert
 from fusedmoe.ops.dispatch import Combine, Dispatch
@@ -28,14 +31,6 @@ from fusedmoe.ops.router import MoEStats as MoEStats
 from fusedmoe.ops.router import Router, stats_of
 from fusedmoe.ops.router import Routing as Routing
 from fusedmoe.ops.scale import Scale
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TypeGuard
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.fusion.report.data import Explanation
-    from fusedmoe.kernels.options import KernelOptions, Schedule
 
 _MOE: Mapping[str, Check] = {
     "intermediate": POSITIVE_INTEGER,

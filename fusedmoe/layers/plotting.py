@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
+Loads: TypeAlias = "Tensor | MoEStats | Sequence[Loads]"  # a list or tuple
 
 COLUMNS = 200  # the most columns of a plot over steps; with more steps, a column shows the sum of several
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import nn
 
 from fusedmoe.base.checks import MODULE, integer
 from fusedmoe.layers.moe import MoE
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import GroupedLinear, Linear
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeGuard, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusedmoe.base.checks import integer, one_of
 from fusedmoe.base.target import planned_for
@@ -17,12 +18,6 @@ from fusedmoe.kernels.options import DEFAULT, KernelOptions, Schedule
 from fusedmoe.ops.op import Op, Runnable
 from fusedmoe.ops.state.amax import only_looking
 from fusedmoe.ops.state.random import drawing_nothing
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TypeGuard
-
-    from torch import Tensor
 
 _SMS = integer("a number of SMs, 0 or more", 0)
 _TIMES = integer("a number of repetitions, 1 or more", 1)

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.environment import debugging
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.estimating import has_values
 from fusedmoe.numerics.expert_rows import offsets_from_splits
 from fusedmoe.numerics.formats.packed import padded_layout, place_of_row
-from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import SpecLike, TensorSpec
 
 
 @dataclass(frozen=True)

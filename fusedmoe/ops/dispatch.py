@@ -12,26 +12,20 @@ order have a row, and ``row_of_slot`` is R for all others.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from fusedmoe.base.checks import INPUT_NAME, POSITIVE_INTEGER, instance
+from fusedmoe.base.checks import INPUT_NAME, POSITIVE_INTEGER, Check, instance
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.expert_parallel.capacity import RowLimit
 from fusedmoe.numerics.expert_rows import gather_rows, sort_by_expert, tail_mask
 from fusedmoe.ops.exchange.fixed import ReturnTokens
 from fusedmoe.ops.exchange.varying import ReturnVaryingTokens
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.expert_parallel.capacity import RowLimit
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, exact_together
 
 _RANKS = instance(ExpertParallel, "an ExpertParallel").or_none()
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

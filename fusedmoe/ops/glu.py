@@ -13,22 +13,16 @@ al., "Primer", for the squared ReLU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from fusedmoe.base.checks import FINITE, FLAG, POSITIVE, one_of
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, defined_before, exact
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.ops.op import SpecLike
-
+from fusedmoe.base.checks import FINITE, FLAG, POSITIVE, Check, one_of
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, defined_before, exact
 
 # the overloads that autograd itself calls
 _silu_backward = torch.ops.aten.silu_backward.default

@@ -5,25 +5,20 @@ A rule refers to a value by the slot and a name in `needs` or `gives`: ``"derive
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.expert_rows import zero_tail_
-from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
+from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor, Quantizer
+from fusedmoe.numerics.formats.packed import Packed
 from fusedmoe.numerics.formats.quantizers import DTYPES
-from fusedmoe.ops.derived import OFFSETS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-    from torch import Tensor
-
-    from fusedmoe.numerics.formats import QuantizedTensor
-    from fusedmoe.numerics.formats.packed import Packed
-    from fusedmoe.ops.derived import Derived
-    from fusedmoe.ops.op import Op, SpecLike
-    from fusedmoe.ops.quantize import WeightQuantization
+from fusedmoe.ops.derived import OFFSETS, Derived
+from fusedmoe.ops.op import Op, SpecLike
+from fusedmoe.ops.quantize import WeightQuantization
 
 
 class Glue:

@@ -6,29 +6,24 @@ Axes: R rows, E experts (groups), K features in, N features out.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.base.checks import FLAG, POSITIVE_INTEGER, TENSOR, WRONG, Check, check_factory
 from fusedmoe.base.errors import SPREAD_OVER_RANKS, InputError
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch import grouped_gemm, quantized_products
+from fusedmoe.kernels.torch.quantized_products import Operand
 from fusedmoe.numerics.expert_rows import tail_mask
 from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, QuantizedTensor, fp8_block, quantize
 from fusedmoe.numerics.recipes import resolve, shortest
 from fusedmoe.ops.initial_values import EXPERT_PARALLEL, drawn, uniform_
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec
 from fusedmoe.ops.state import grad_sums
 from fusedmoe.ops.state.main_grad import grad_instead, main_grad_bytes, main_grad_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.kernels.torch.quantized_products import Operand
-    from fusedmoe.ops.op import SpecLike
-
 
 _PADDING = 64.0  # rows, on average: of quantized rows by columns, each expert has a multiple of 128
 

@@ -14,22 +14,17 @@ Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.base.checks import FINITE, POSITIVE_INTEGER, check_factory
+from fusedmoe.base.checks import FINITE, POSITIVE_INTEGER, Check, check_factory
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.initial_values import EXPERT_PARALLEL, uniform_
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec
 
 
 class LoRADown(Op):

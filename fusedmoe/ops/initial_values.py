@@ -5,16 +5,14 @@ Axes: E experts of all ranks, P ranks.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.base.checks import instance
 from fusedmoe.expert_parallel import ExpertParallel
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 EXPERT_PARALLEL = instance(ExpertParallel, "an ExpertParallel").or_none()
 """The check of the setting ``expert_parallel`` of an op or a layer."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +28,8 @@ from fusedmoe.base.specs import TensorSpec as TensorSpec
 from fusedmoe.expert_parallel.shards import check_shard
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.numerics import recipes
+from fusedmoe.numerics.formats import Format, QuantizedSpec, Quantizer
 from fusedmoe.ops.state import amax, random
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-    from typing import TypeGuard
-
-    from fusedmoe.numerics.formats import Format, QuantizedSpec, Quantizer
 
 
 def exact(x: Tensor) -> Tensor:

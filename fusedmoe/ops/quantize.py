@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -14,11 +14,8 @@ from fusedmoe.numerics.formats import Format, QuantizedSpec, QuantizedTensor, Qu
 from fusedmoe.numerics.formats.packed import Packed, PackedTensor, quantize_packed
 from fusedmoe.numerics.formats.quantizers import DTYPES
 from fusedmoe.numerics.formats.roles import ROLES, WGRAD_BF16, roles_named
-from fusedmoe.ops.op import BackwardOp, Op
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike
 from fusedmoe.ops.state import amax, weight_cache
-
-if TYPE_CHECKING:
-    from fusedmoe.ops.op import SpecLike
 
 Form = QuantizedTensor | PackedTensor
 Forms = Form | tuple[Form, ...]

@@ -9,6 +9,7 @@ that the router provides. The other steps are products with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from fusedmoe.base.checks import (
     NOT_NEGATIVE,
     POSITIVE_INTEGER,
     TENSOR,
+    Check,
     check_factory,
     instance,
     one_of,
@@ -29,13 +31,7 @@ from fusedmoe.base.checks import (
 )
 from fusedmoe.base.errors import InputError
 from fusedmoe.numerics.expert_rows import rows_per_expert
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, caller
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, caller
 
 SCORES = ("softmax", "topk_softmax", "sigmoid")
 

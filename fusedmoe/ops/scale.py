@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping
+from typing import ClassVar
 
-from fusedmoe.base.checks import INPUT_NAME
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact_together
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from fusedmoe.base.checks import Check
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.base.checks import INPUT_NAME, Check
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, exact_together
 
 
 class Scale(Op):

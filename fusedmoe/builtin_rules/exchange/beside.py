@@ -6,24 +6,19 @@ Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen e
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.lasting import lasting
+from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.expert_parallel.engine import Pending
+from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90.tiles.config import RANGES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.expert_parallel.engine import Pending
-    from fusedmoe.kernels.options import KernelOptions
 
 SMS_FOR_BARRIER = 2
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times

@@ -18,7 +18,9 @@ one that waits for arriving rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.exchange.beside import (
@@ -41,6 +43,7 @@ from fusedmoe.builtin_rules.requirements import (
     decline,
 )
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits, products
@@ -48,14 +51,8 @@ from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, Dispat
 from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
 from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
-from fusedmoe.ops.op import TensorSpec
+from fusedmoe.ops.op import SpecLike, TensorSpec
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.ops.op import SpecLike
 
 
 def _nbytes(*specs: SpecLike) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +22,10 @@ from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.quantized_products import NATIVE, path
-from fusedmoe.numerics.formats import E2M1, QuantizedSpec
+from fusedmoe.numerics.formats import E2M1, Format, QuantizedSpec
 from fusedmoe.numerics.formats.format import column_block
 from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.formats import Format
-
 
 LAUNCHES = 3  # without those on values per row or per expert
 

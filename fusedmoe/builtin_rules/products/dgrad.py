@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import OnFp8, check_operands, guard_codes, of_codes
@@ -15,9 +15,6 @@ from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.ops.grouped_linear import Dgrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 OPERANDS = ("grad_output", "dgrad.weight")
 

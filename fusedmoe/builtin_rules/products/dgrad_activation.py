@@ -7,7 +7,10 @@ activation before the layer, in one launch. A second launch sums the row scale's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
@@ -24,17 +27,11 @@ from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, re
 from fusedmoe.kernels.rows.quantize import block_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.launch import Codes
-from fusedmoe.numerics.formats import E4M3, QuantizedSpec, ScaleRule
+from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, Quantizer, ScaleRule
 from fusedmoe.ops.glu import FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 from fusedmoe.ops.scale import DScale, ScaleGrad
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from fusedmoe.numerics.formats import Format, Quantizer
 
 OPERANDS = ("grad_output", "dgrad.weight")
 NEEDS = (*OPERANDS, "offsets", "dact.input", "dscale.factor")

@@ -4,9 +4,10 @@ with one scale per expert.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
@@ -15,9 +16,6 @@ from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.products import has_strides, with_strides
 from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Block = tuple[int | None, int | None]
 ROWS: Block = (1, 128)

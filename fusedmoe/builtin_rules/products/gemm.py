@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import OnFp8, check_operands, guard_codes, of_codes
@@ -16,9 +16,6 @@ from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.scale import Scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class _Gemm(FusionRule, name="grouped_gemm", direction="forward"):

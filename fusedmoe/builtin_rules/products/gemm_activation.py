@@ -6,9 +6,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
@@ -34,15 +35,11 @@ from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, re
 from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.ops.glu import FusedActivation
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
 from fusedmoe.ops.scale import Scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.numerics.formats import Quantizer
 
 NEEDS = ("input", "fc.weight", "fc.bias", "offsets", "scale.factor")
 COLUMNS = "output:columns"

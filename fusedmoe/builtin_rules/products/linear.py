@@ -8,9 +8,9 @@ chain has splits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
@@ -21,12 +21,8 @@ from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.one_group import bind_offsets
 from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.grouped_linear import Linear, LinearBiasGrad, LinearDgrad, LinearWgrad, LinearWgradIntoMainGrad
+from fusedmoe.ops.op import Op
 from fusedmoe.ops.state.main_grad import grad_instead, main_grad_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.ops.op import Op
 
 
 class LinearGemm(OnSm90, FusionRule, name="sm90.linear", direction="forward"):

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
+from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.launch import Operand
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    from torch import Tensor
-
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.kernels.sm90.launch import Operand
-
-    WeightGradient: TypeAlias = "_IntoMainGrad | _IntoGrad"
-    Product: TypeAlias = Callable[..., Tensor]  # of (out, *operands), which returns `out` or a new tensor
-    BindProduct: TypeAlias = Callable[..., Product]  # of (dtype, whether the kernel adds to `out`, *operands)
+WeightGradient: TypeAlias = "_IntoMainGrad | _IntoGrad"
+Product: TypeAlias = Callable[..., Tensor]  # of (out, *operands), which returns `out` or a new tensor
+BindProduct: TypeAlias = Callable[..., Product]  # of (dtype, whether the kernel adds to `out`, *operands)
 
 
 class _IntoMainGrad:

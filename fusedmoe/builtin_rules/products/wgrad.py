@@ -6,7 +6,7 @@ its index. ``sm90.fp8_grouped_wgrad``: the same with FP8 operands.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.products.fp8 import (
@@ -24,13 +24,8 @@ from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import OnSm90, ThroughIndex, check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm90.launch import Codes
-from fusedmoe.kernels.sm90.products import has_strides
+from fusedmoe.kernels.sm90.products import WgradOperand, has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.kernels.sm90.products import WgradOperand
 
 OPERANDS = ("grad_output", "wgrad.input")
 FLOPS_PER_US = 620e6

@@ -7,7 +7,9 @@ in plain PyTorch, an activation takes several launches and passes over rows in f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.guards import as_matrix, as_rows_of
@@ -15,14 +17,8 @@ from fusedmoe.builtin_rules.requirements import activation_of, check_common, dec
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.rows.activation import functions as activation_functions
 from fusedmoe.kernels.sm90 import limits
-from fusedmoe.ops.glu import FusedActivation, FusedDerivative
+from fusedmoe.ops.glu import GLU, FusedActivation, FusedDerivative, SquaredReLU
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.ops.glu import GLU, SquaredReLU
-
 
 MOST_ELEMENTS = 2**33
 """Elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits."""

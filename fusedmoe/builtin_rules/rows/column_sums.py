@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import check_common
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.ops.grouped_linear import BiasGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ColumnSums(FusionRule, name="column_sums", direction="backward"):

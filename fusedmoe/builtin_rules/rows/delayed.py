@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fusedmoe.kernels.rows.quantize import format_functions
-from fusedmoe.numerics.formats import ScaleRule
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.formats import Quantizer
-    from fusedmoe.ops.state.amax import Step
+from fusedmoe.numerics.formats import Quantizer, ScaleRule
+from fusedmoe.ops.state.amax import Step
 
 LAUNCHES_PER_STEP = 2
 """The launches of a training step on values per expert: one fills the amax with zeros, before the kernel of the codes

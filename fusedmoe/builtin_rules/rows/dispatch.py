@@ -5,7 +5,7 @@ Plain PyTorch needs a dozen launches to sort, and several passes over the rows f
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import decline
@@ -14,10 +14,6 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 ROUTING = "a routing index or weight"
 SM_BYTES_PER_US = 80e3

@@ -7,7 +7,6 @@ an expert, or per expert, then factors from them in plain PyTorch, on small tens
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,7 @@ from fusedmoe.numerics.formats.format import column_block
 from fusedmoe.numerics.formats.groups import padded_rows
 from fusedmoe.numerics.formats.hadamard import TILE
 from fusedmoe.numerics.formats.scales import encode_and_scale, tensor_encode
-
-if TYPE_CHECKING:
-    from fusedmoe.ops.state.amax import Step as DelayedStep
+from fusedmoe.ops.state.amax import Step as DelayedStep
 
 LAUNCHES_ON_SCALES = 8
 """The launches, approximately, on values per row or expert, of factors and scales from the values themselves."""

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fusedmoe.base.environment import debugging
 from fusedmoe.builtin_rules import guards
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, require
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.ops.glue import DeriveOffsets
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class OffsetsFromSplits(FusionRule, name="offsets_from_splits", direction="forward"):

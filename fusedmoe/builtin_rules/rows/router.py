@@ -5,9 +5,8 @@ Plain PyTorch computes a router with fp32 products, which do not use tensor core
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
@@ -19,9 +18,6 @@ from fusedmoe.kernels.sm90 import router as router_functions
 from fusedmoe.kernels.sm90.router import Choice, LogitsGrads, Routed
 from fusedmoe.ops.dispatch import DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.router import DRouter, Router, RouterBiasGrad, RouterLogitsGrad, RouterWeightGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _OPERANDS = ("input", "router.weight", "router.bias", "router.balance_bias")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules.products.fp8 import guard_codes
 from fusedmoe.builtin_rules.requirements import OnSm90, decline
@@ -10,9 +10,6 @@ from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step, re
 from fusedmoe.kernels.rows.quantize import block_functions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glue import StoredWeight
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class TransposedWeight(OnSm90, FusionRule, name="sm90.transposed_weight", direction="backward"):

@@ -7,7 +7,8 @@ The epilogue quantizes to MXFP8. For NVFP4, it writes the result in bf16, which 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from fusedmoe.builtin_rules.sm100.packed import OfPacked, check_activation, check_quantizer, guard_rows, packed_factor
 from fusedmoe.builtin_rules.sm100.products import products_of
@@ -16,9 +17,6 @@ from fusedmoe.ops.glu import DSquaredReLU, DSwiGLU
 from fusedmoe.ops.grouped_linear import Dgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 from fusedmoe.ops.scale import DScale, ScaleGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ROWS, COLUMNS = KEEPS = ("grad_input:packed", "grad_input:packed_columns")
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, is_halved
@@ -13,9 +13,6 @@ from fusedmoe.builtin_rules.sm100.products import products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import deinterleave, interleave
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class PackedGemm(OfPacked, FusionRule, name="sm100.grouped_gemm", direction="forward"):

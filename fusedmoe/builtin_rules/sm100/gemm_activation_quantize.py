@@ -6,7 +6,7 @@ The epilogue quantizes to MXFP8. For NVFP4, it writes the result in bf16, which 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100.packed import (
@@ -24,9 +24,6 @@ from fusedmoe.ops.glu import SquaredReLU, SwiGLU
 from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.quantize import Quantize
 from fusedmoe.ops.scale import Scale
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PREACTIVATION, ROWS, COLUMNS = KEEPS = ("act.input:packed", "output:packed", "output:packed_columns")
 

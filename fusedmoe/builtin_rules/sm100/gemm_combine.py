@@ -7,7 +7,8 @@ The product writes packed rows, and the sum over slots reads them where they are
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,6 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.dispatch import Combine, DDispatch, DispatchWeightGrad
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAUNCHES_ON_SLOTS = 2  # of the packed rows of slots
 

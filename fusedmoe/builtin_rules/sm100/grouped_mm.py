@@ -9,9 +9,8 @@ last expert's rows end.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, decline, name_of
@@ -20,11 +19,7 @@ from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.ops.op import Op
+from fusedmoe.ops.op import Op
 
 
 class GroupedMm(OnSm100, FusionRule, name="sm100.grouped_mm", direction="forward"):

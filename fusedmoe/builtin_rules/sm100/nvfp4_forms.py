@@ -7,21 +7,17 @@ Of rows, `fusedmoe.kernels.sm100.quantize_nvfp4` writes them. Of weights, the ke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, bind_factors, bind_weight_forms
+from fusedmoe.builtin_rules.rows.narrow_forms import LAUNCHES_ON_SCALES, Forms, bind_factors, bind_weight_forms
 from fusedmoe.kernels.sm100 import quantize_functions
+from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.numerics.formats.casts import random_bytes
 from fusedmoe.numerics.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, interleave
 from fusedmoe.numerics.formats.swizzle import swizzle
-
-if TYPE_CHECKING:
-    from fusedmoe.builtin_rules.rows.narrow_forms import Forms
-    from fusedmoe.numerics.formats import Quantizer
 
 
 def launches_of(quantizer: Quantizer, forms: int = 2) -> int:

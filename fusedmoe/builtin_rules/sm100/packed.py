@@ -5,23 +5,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, check_bf16, name_of
 from fusedmoe.fusion.language.rule import PlanContext, require
-from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
 from fusedmoe.numerics.formats.packed import can_pack
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.numerics.activations import Activation
-    from fusedmoe.numerics.formats import Quantizer
-    from fusedmoe.ops.glu import GLU, SquaredReLU
-    from fusedmoe.ops.op import Op
+from fusedmoe.ops.glu import GLU, SquaredReLU
+from fusedmoe.ops.op import Op
 
 MOST_EXPERTS = 1024
 WIDTH = 128

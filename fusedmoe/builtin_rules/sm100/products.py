@@ -7,19 +7,16 @@ quantizes these packed rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms, extra_bytes, launches_of
+from fusedmoe.fusion.language.rule import PlanContext
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4
-from fusedmoe.numerics.formats import E2M1, QuantizedSpec
-
-if TYPE_CHECKING:
-    from fusedmoe.fusion.language.rule import PlanContext
-    from fusedmoe.numerics.activations import Activation
-    from fusedmoe.numerics.formats import Quantizer
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import E2M1, QuantizedSpec, Quantizer
 
 ByAxis = dict[int, tuple[Tensor, ...]]
 """Forms of a result: by rows, -1, and by columns, -2."""

@@ -9,7 +9,7 @@ MXFP8 takes one launch. NVFP4 takes more: see `nvfp4_forms`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.requirements import OnSm100, ThroughIndex, name_of
@@ -23,16 +23,11 @@ from fusedmoe.builtin_rules.sm100.nvfp4_forms import (
 from fusedmoe.builtin_rules.sm100.packed import MOST_EXPERTS, WIDTH, check_quantizer, is_halved
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.sm100 import quantize_functions
-from fusedmoe.numerics.formats import E2M1
+from fusedmoe.numerics.formats import E2M1, Quantizer
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, Packed, PackedTensor
 from fusedmoe.ops.glue import QuantizeWeight
 from fusedmoe.ops.quantize import Quantize, QuantizeGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.numerics.formats import Quantizer
-    from fusedmoe.ops.state.amax import Step as DelayedStep
+from fusedmoe.ops.state.amax import Step as DelayedStep
 
 
 class PackedQuantize(OnSm100, FusionRule, name="sm100.quantize", direction="forward"):

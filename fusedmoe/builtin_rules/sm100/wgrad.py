@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100.packed import OfPacked, guard_rows, is_halved
@@ -12,9 +11,6 @@ from fusedmoe.builtin_rules.sm100.products import NVFP4, products_of
 from fusedmoe.fusion.language.rule import FusionRule, PlanContext, Run, Step
 from fusedmoe.numerics.formats.packed import PACKED_FEATURES, deinterleave
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 DY = "grad_output:packed_columns"
 

@@ -5,22 +5,20 @@ A program in bf16 runs without `fusedmoe`; see `fusedmoe.kernels.torch.grouped_g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from fusedmoe.base.autocast import autocast_dtype, cast_arguments
 from fusedmoe.base.errors import InputError
+from fusedmoe.base.inputs import Parameters
 from fusedmoe.call import settings
+from fusedmoe.call.chain import Chain
 from fusedmoe.call.partition import ChainPart, partition_of_call
 from fusedmoe.fusion.program.plan_table import Conditions, plan_chain
 from fusedmoe.fusion.program.signature import NOMINAL_ROWS
 from fusedmoe.kernels.options import DEFAULT
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.call.chain import Chain
-    from fusedmoe.ops.op import Runnable
+from fusedmoe.ops.op import Runnable
 
 
 def run(

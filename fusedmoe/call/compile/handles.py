@@ -12,8 +12,8 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,20 +23,15 @@ from fusedmoe.base.inputs import check_rows
 from fusedmoe.base.recompute import backward_pass, checkpointing, had_gradients
 from fusedmoe.call import settings
 from fusedmoe.call.chain import Chain
+from fusedmoe.call.settings import Settings
 from fusedmoe.fusion.language import registry
+from fusedmoe.fusion.program.plan import BoundPlan, Plan
 from fusedmoe.fusion.program.plan_table import MAX_CALLS, Conditions, plan_chain
 from fusedmoe.fusion.program.signature import NOMINAL_ROWS, argument_spec, signature
-from fusedmoe.ops.op import Node, Op, TensorSpec
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.numerics.recipes import Recipe
+from fusedmoe.ops.op import Node, Op, SpecLike, TensorSpec
 from fusedmoe.version import __version__
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from fusedmoe.call.settings import Settings
-    from fusedmoe.fusion.program.plan import BoundPlan, Plan
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import SpecLike
 
 # ---- absent arguments, wanted gradients and shapes, as texts and numbers -------------------------------------------
 

@@ -9,7 +9,8 @@ texts refer to. The fake implementations return tensors like those of the plan's
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,8 @@ from fusedmoe.call.compile.handles import (
 from fusedmoe.fusion.graph.steps import Fused
 from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.fusion.program.differentiable import SecondOrderError
+from fusedmoe.ops.op import SpecLike, TensorSpec
 from fusedmoe.ops.state import grad_sums
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from fusedmoe.ops.op import SpecLike, TensorSpec
 
 # ---- forward -------------------------------------------------------------------------------------------------------
 

@@ -7,29 +7,24 @@ any of these changes, a guard fails and Dynamo traces again. `fusedmoe.call.comp
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fusedmoe.call.compile.operators  # noqa: F401 (registers the operators that a graph calls)
 from fusedmoe.base.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.base.errors import InputError
+from fusedmoe.base.inputs import Parameters
 from fusedmoe.call import settings
+from fusedmoe.call.chain import Chain
 from fusedmoe.call.compile.handles import encode, handle_of, is_transposed
 from fusedmoe.call.partition import ChainPart, partition_for
 from fusedmoe.call.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.fusion.language import registry
+from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.ops.op import Op, Runnable, caller, constant_in_graphs
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import nn
-
-    from fusedmoe.base.inputs import Parameters
-    from fusedmoe.call.chain import Chain
-    from fusedmoe.kernels.options import KernelOptions
 
 Path = tuple[str, ...]
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.fusion.graph.forward import Graph
 from fusedmoe.fusion.graph.places import Place, glue_place, packs_of
 from fusedmoe.fusion.graph.steps import Plain
 from fusedmoe.fusion.graph.values import NONE, Form, columns, dequantized, form_specs, forms_of, grad
 from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats.packed import Packed
 from fusedmoe.ops.glue import SumGradients
-from fusedmoe.ops.op import BackwardOp, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from fusedmoe.fusion.graph.forward import Graph
-    from fusedmoe.numerics.formats.packed import Packed
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, SpecLike, TensorSpec
 
 
 class Backward(NamedTuple):

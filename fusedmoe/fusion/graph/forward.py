@@ -9,10 +9,11 @@ has no step in that direction, unless it provides values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusedmoe.base.checks import check_names
 from fusedmoe.base.errors import InputError
@@ -32,19 +33,13 @@ from fusedmoe.fusion.graph.values import (
     quantized,
     tensor_specs,
 )
-from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
 from fusedmoe.numerics.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.numerics.formats.packed import Packed, can_pack
 from fusedmoe.ops.derived import DERIVED
 from fusedmoe.ops.glue import Dequantize, Derive, QuantizeWeight, StoredWeight, ZeroTail
-from fusedmoe.ops.op import TensorSpec
+from fusedmoe.ops.op import Node, SpecLike, TensorSpec
 from fusedmoe.ops.state import random
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from fusedmoe.numerics.formats import Quantizer
-    from fusedmoe.ops.op import Node, SpecLike
 
 
 class Graph:

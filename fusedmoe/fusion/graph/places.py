@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusedmoe.fusion.graph.steps import Plain
 from fusedmoe.fusion.graph.values import (
@@ -19,13 +20,9 @@ from fusedmoe.fusion.graph.values import (
 )
 from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.numerics.formats.packed import Packed, can_pack, pack_rows
+from fusedmoe.ops.glue import Glue
 from fusedmoe.ops.op import BackwardOp, Node, Op
 from fusedmoe.ops.state import random
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from fusedmoe.ops.glue import Glue
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping
 
-from fusedmoe.fusion.graph.places import glue_place
-from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS, PACKED
+from fusedmoe.fusion.graph.places import Place, glue_place
+from fusedmoe.ops.derived import CHECKED, DERIVED, OFFSETS, PACKED, Derived
 from fusedmoe.ops.glue import derive
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
-
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.ops.derived import Derived
 
 
 class Scope:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fusedmoe.fusion.graph.values import NONE
+from torch import Tensor
+
+from fusedmoe.fusion.graph.values import NONE, Form
 from fusedmoe.numerics.formats import QuantizedTensor
 from fusedmoe.numerics.formats.packed import PackedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor
-
-    from fusedmoe.fusion.graph.values import Form
 
 
 @dataclass(frozen=True, kw_only=True)

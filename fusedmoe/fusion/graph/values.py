@@ -18,17 +18,12 @@ and by columns (``"fc1.input:packed_columns"``). The rows before an activation h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
 from fusedmoe.numerics.formats.packed import Packed
-from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from fusedmoe.numerics.formats import Quantizer
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import SpecLike, TensorSpec
 
 NONE = "none"
 """The value that is always None: an absent operand, or a gradient that does not arrive."""

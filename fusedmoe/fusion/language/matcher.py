@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import TypeAlias
+from fusedmoe.fusion.language.rule import Slot
+from fusedmoe.ops.glue import Glue
+from fusedmoe.ops.op import BackwardOp, Op
 
-    from fusedmoe.fusion.language.rule import Slot
-    from fusedmoe.ops.glue import Glue
-    from fusedmoe.ops.op import BackwardOp, Op
-
-    Item: TypeAlias = Op | BackwardOp | Glue
+Item: TypeAlias = Op | BackwardOp | Glue
 
 
 @dataclass(frozen=True)

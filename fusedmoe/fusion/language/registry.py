@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from importlib.metadata import entry_points
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from fusedmoe.base import changes
 from fusedmoe.base.log import say_once
 from fusedmoe.fusion.language.rule import Declined, FusionRule, RuleError, expect_none
+from fusedmoe.fusion.report.data import Cause
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from importlib.metadata import EntryPoint
-    from types import TracebackType
 
-    import torch
-
-    from fusedmoe.fusion.report.data import Cause
 
 logger = logging.getLogger(__name__)
 

@@ -19,22 +19,17 @@ import sys
 import types
 import typing
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union
+from typing import Any, ClassVar, Literal, Union
+
+import torch
 
 from fusedmoe.fusion.graph.values import spec_of
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.numerics.recipes import Recipe
 from fusedmoe.ops.glue import Glue
-from fusedmoe.ops.op import BackwardOp, Op
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    import torch
-
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike
 
 Direction = Literal["forward", "backward"]
 

@@ -11,28 +11,23 @@ Rows after the last expert's are zeroed in all arguments, incoming gradients and
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmoe.fusion.graph.backward import backward_chain
-from fusedmoe.fusion.graph.places import drawn_again
+from fusedmoe.fusion.graph.forward import Graph
+from fusedmoe.fusion.graph.places import Place, drawn_again
 from fusedmoe.fusion.graph.steps import Plain
 from fusedmoe.fusion.graph.values import NONE
 from fusedmoe.fusion.program.order import needed_steps
 from fusedmoe.fusion.program.source import Program
-from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op
+from fusedmoe.ops.op import AutogradBackward, BackwardOp, Op, SpecLike
 from fusedmoe.ops.state import random
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from fusedmoe.fusion.graph.forward import Graph
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.ops.op import SpecLike
 
 
 class SecondOrderError(RuntimeError):

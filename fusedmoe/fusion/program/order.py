@@ -8,13 +8,11 @@ reads what the other writes. All values of the light step live until the carrier
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from fusedmoe.fusion.graph.steps import AnyStep, Fused
 from fusedmoe.fusion.language.rule import RuleError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
 
 FILL = 0.8  # part of the carrier's time that the light launch may take
 FEWEST_SMS, MOST_SMS = 16, 56

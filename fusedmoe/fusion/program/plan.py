@@ -6,14 +6,18 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.log import say_once
+from fusedmoe.fusion.graph.backward import Backward
+from fusedmoe.fusion.graph.forward import Graph
+from fusedmoe.fusion.graph.places import Place
 from fusedmoe.fusion.graph.steps import AnyStep, Fused, Plain
 from fusedmoe.fusion.graph.values import NONE, Gathered, primal, tensor_specs
-from fusedmoe.fusion.language.rule import FusionError
+from fusedmoe.fusion.language.rule import Direction, FusionError
 from fusedmoe.fusion.program.differentiable import (
     GradientProgram,
     SecondOrderError,
@@ -21,25 +25,15 @@ from fusedmoe.fusion.program.differentiable import (
     gradient_program,
     why_not,
 )
-from fusedmoe.fusion.program.order import needed_steps
+from fusedmoe.fusion.program.order import Pair, needed_steps
 from fusedmoe.fusion.program.results import Specs, without_tensors
 from fusedmoe.fusion.program.signature import DTYPE, REQUIRES_GRAD, SHAPE, TYPE, Signature, signature
 from fusedmoe.fusion.program.source import Program, Runs, Values
 from fusedmoe.fusion.report.data import Attempt, Status, missed_text
 from fusedmoe.fusion.search.choice import nearest_miss
-from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fusedmoe.fusion.graph.backward import Backward
-    from fusedmoe.fusion.graph.forward import Graph
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.fusion.language.rule import Direction
-    from fusedmoe.fusion.program.order import Pair
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import Op, SpecLike
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.numerics.recipes import Recipe
+from fusedmoe.ops.op import Op, SpecLike, TensorSpec
 
 logger = logging.getLogger(__name__)
 

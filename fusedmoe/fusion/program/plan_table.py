@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.estimating import has_values
 from fusedmoe.base.inputs import check_dense, check_devices, check_rows, why_sharded
-from fusedmoe.base.target import arch_of
+from fusedmoe.base.target import Target, arch_of
+from fusedmoe.fusion.graph.forward import Graph
 from fusedmoe.fusion.language import registry
 from fusedmoe.fusion.program.plan import BoundPlan, Environment, Plan
-from fusedmoe.fusion.program.signature import argument_spec
+from fusedmoe.fusion.program.signature import Signature, argument_spec
 from fusedmoe.fusion.search.planner import make_plan
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.base.target import Target
-    from fusedmoe.fusion.graph.forward import Graph
-    from fusedmoe.fusion.program.signature import Signature
-    from fusedmoe.kernels.options import KernelOptions
-    from fusedmoe.numerics.recipes import Recipe
-    from fusedmoe.ops.op import Node, Op, SpecLike
+from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.numerics.recipes import Recipe
+from fusedmoe.ops.op import Node, Op, SpecLike
 
 MAX_PLANS = 256
 MAX_CALLS = 1024

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedmoe.fusion.graph.values import primal, spec_of
 from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
-from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    import torch
-
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import SpecLike, TensorSpec
 
 Specs = dict[str, "TensorSpec | QuantizedSpec"]
 

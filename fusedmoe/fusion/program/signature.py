@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.ops.op import TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ALIGNMENT_BYTES = 16
 

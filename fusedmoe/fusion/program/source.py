@@ -27,9 +27,12 @@ import keyword
 import linecache
 import logging
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import Tensor
 
 from fusedmoe.base.log import say_once
 from fusedmoe.fusion.graph.steps import AnyStep, Fused, Plain, on_tensors
@@ -37,11 +40,6 @@ from fusedmoe.fusion.graph.values import NONE, Form, primal, tensors_of
 from fusedmoe.fusion.language.rule import Declined, FusionError, NothingToDo, RuleError
 from fusedmoe.fusion.program.order import Pair, in_order
 from fusedmoe.fusion.program.results import Specs, check_results
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 

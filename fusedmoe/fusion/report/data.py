@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fusedmoe.base.target import ARCHITECTURES
-from fusedmoe.fusion.language.rule import FusionError
+from fusedmoe.fusion.language.rule import Direction, FusionError
+from fusedmoe.fusion.report.estimate import Estimate
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.numerics.formats.groups import PACKED_ROWS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from fusedmoe.fusion.language.rule import Direction
-    from fusedmoe.fusion.report.estimate import Estimate
 
 
 class Status(str, Enum):

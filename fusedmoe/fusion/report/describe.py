@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
+from fusedmoe.fusion.graph.places import Place
 from fusedmoe.fusion.graph.steps import Fused
 from fusedmoe.fusion.graph.values import NONE, by_rows, grad, packed, spec_of
 from fusedmoe.fusion.language import registry
+from fusedmoe.fusion.program.plan import Plan, PlannedSpan
 from fusedmoe.fusion.report.data import PlanData, PlannedStep
 from fusedmoe.fusion.search.candidates import Costs
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.ops.glue import Derive, QuantizeWeight, StoredWeight
-from fusedmoe.ops.op import BackwardOp, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.fusion.program.plan import Plan, PlannedSpan
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, SpecLike, TensorSpec
 
 
 def describe(plan: Plan, arguments: Mapping[str, SpecLike | None]) -> PlanData:

@@ -7,26 +7,31 @@ number of rows nor earlier plans change a choice.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fusedmoe.fusion.graph.places import Place
 from fusedmoe.fusion.graph.values import NONE, Gathered, by_rows, dequantized, spec_of
 from fusedmoe.fusion.language import registry
 from fusedmoe.fusion.language.matcher import Mismatch, match
-from fusedmoe.fusion.language.rule import Declined, FusionRule, NothingToDo, PlanContext, RuleError, Step, expect_none
+from fusedmoe.fusion.language.registry import Unavailable
+from fusedmoe.fusion.language.rule import (
+    Declined,
+    Direction,
+    FusionRule,
+    NothingToDo,
+    PlanContext,
+    RuleError,
+    Step,
+    expect_none,
+)
 from fusedmoe.fusion.report.data import Attempt, Exemption, Status
 from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.ops.derived import PACKED
 from fusedmoe.ops.glue import Dequantize, Glue
 from fusedmoe.ops.op import SpecLike, TensorSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.fusion.language.registry import Unavailable
-    from fusedmoe.fusion.language.rule import Direction
 
 # Values of an H100, rounded. Only their ratio matters, since they only rank coverings of the same chain.
 _BYTES_PER_US = 3.0e6

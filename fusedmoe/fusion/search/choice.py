@@ -19,16 +19,14 @@ may wait for it in turn. A step that others wait for gets the value from the for
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fusedmoe.fusion.graph.values import NONE
 from fusedmoe.fusion.report.data import Attempt, Exemption, Status
 from fusedmoe.fusion.search.candidates import Candidate, DirectionSearch
 from fusedmoe.ops.glue import Dequantize
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
 
 _STATUSES = list(Status)  # the best first
 

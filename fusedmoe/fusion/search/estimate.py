@@ -9,15 +9,12 @@ the ratios of two recipes with the measured ratios. An H100 has the same rates, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from fusedmoe.fusion.report.data import PlanData, PlannedStep
 from fusedmoe.fusion.report.estimate import Estimate
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from fusedmoe.fusion.report.data import PlanData, PlannedStep
 
 
 class _Product(NamedTuple):

@@ -10,20 +10,21 @@ from __future__ import annotations
 import logging
 import math
 import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from fusedmoe.base.environment import did_you_mean
 from fusedmoe.base.log import say_once
 from fusedmoe.fusion.graph.backward import Backward, backward_chain
-from fusedmoe.fusion.graph.forward import dequantize
-from fusedmoe.fusion.graph.places import packing, training_place, with_forms
+from fusedmoe.fusion.graph.forward import Graph, dequantize
+from fusedmoe.fusion.graph.places import Place, packing, training_place, with_forms
 from fusedmoe.fusion.graph.steps import AnyStep, Fused, Plain
 from fusedmoe.fusion.graph.values import NONE, Gathered, by_rows, dequantized
 from fusedmoe.fusion.language import registry
-from fusedmoe.fusion.language.rule import RuleError
-from fusedmoe.fusion.program.order import needed_steps, pairs_of
+from fusedmoe.fusion.language.rule import Bind, Direction, FusionRule, PlanContext, RuleError
+from fusedmoe.fusion.program.order import Pair, needed_steps, pairs_of
 from fusedmoe.fusion.program.plan import Environment, Plan, PlannedSpan
 from fusedmoe.fusion.program.source import Program
 from fusedmoe.fusion.report.data import Attempt, Status
@@ -31,16 +32,7 @@ from fusedmoe.fusion.report.describe import describe
 from fusedmoe.fusion.search.candidates import Costs, DirectionSearch, Search
 from fusedmoe.fusion.search.choice import Chosen, Covering, cheapest, cheapest_glue, final_attempts, nearest_miss
 from fusedmoe.ops.glue import StoredWeight
-from fusedmoe.ops.op import BackwardOp
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-
-    from fusedmoe.fusion.graph.forward import Graph
-    from fusedmoe.fusion.graph.places import Place
-    from fusedmoe.fusion.language.rule import Bind, Direction, FusionRule, PlanContext
-    from fusedmoe.fusion.program.order import Pair
-    from fusedmoe.ops.op import SpecLike
+from fusedmoe.ops.op import BackwardOp, SpecLike
 
 logger = logging.getLogger(__name__)
 

@@ -21,22 +21,19 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.megatron.checkpoint import LAYERS, sharded_state_dict, split_by_expert, stack_experts
 from fusedmoe.layers.explain_model import even_splits, register_reason_for_router
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import GeGLU, GroupedLinear, Op, ReGLU, Scale, SquaredReLU, SwiGLU
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fusedmoe.fusion.report.data import Explanation
 
 _ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}  # by `moe_router_dtype`; otherwise the rows' dtype
 

@@ -23,7 +23,7 @@ Source of the interface: ``transformers.integrations.moe``, transformers 5.7 and
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.extras import install_command
+from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.transformers import expert_modules, routers
 from fusedmoe.integrations.transformers.dense import patch_dense as patch_dense
 from fusedmoe.integrations.transformers.dense import unpatch_dense as unpatch_dense
@@ -45,10 +46,7 @@ from fusedmoe.integrations.transformers.expert_modules import (
 )
 from fusedmoe.integrations.transformers.router_kinds import class_in_transformers
 from fusedmoe.layers.explain_model import register_explainer, register_reason_for_router
-
-if TYPE_CHECKING:
-    from fusedmoe.fusion.report.data import Explanation
-    from fusedmoe.ops import Op
+from fusedmoe.ops import Op
 
 NAME = "fusedmoe"
 _TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"  # names of K in configurations

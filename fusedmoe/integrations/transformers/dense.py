@@ -11,7 +11,7 @@ import functools
 import logging
 from collections import OrderedDict
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,12 @@ from torch.utils.dlpack import from_dlpack
 from fusedmoe.base.checks import MODULE
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.log import say_once
+from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.transformers.gates import RowLayout, functions_of, recognise
 from fusedmoe.layers.explain_model import register_explainer
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import Linear
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
-
-if TYPE_CHECKING:
-    from fusedmoe.fusion.report.data import Explanation
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,6 @@ from fusedmoe.layers.sequential import Sequential
 from fusedmoe.numerics.formats import fp8_block
 from fusedmoe.ops import Combine, Dispatch, GroupedLinear, Op, Scale
 from fusedmoe.ops.op import constant_in_graphs, made_untraced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 

@@ -8,18 +8,16 @@ gives the reason. The result is valid while `settings_of` and `functions_of` ret
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fusedmoe.ops import GeGLU, Op, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.glu import GLU
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 

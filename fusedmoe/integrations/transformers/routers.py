@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,8 +29,6 @@ from fusedmoe.layers.sequential import Sequential, explain_call
 from fusedmoe.ops.op import made_untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fusedmoe.integrations.transformers.expert_modules import Experts
 
 logger = logging.getLogger(__name__)

@@ -7,15 +7,13 @@ each call, so calls on several streams share none.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmoe.base.lasting import is_capturing, lasting
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.activations import Activation
 
 Operands = dict[str, Tensor | None]
 

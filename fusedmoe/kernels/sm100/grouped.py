@@ -9,8 +9,6 @@ Axes: P packed rows, E experts, N output and K input features of a product, I in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -24,9 +22,7 @@ from fusedmoe.kernels.sm100.calls import (
     scales_like,
     transposed,
 )
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.activations import Activation
 
 Form = tuple[Tensor, Tensor]
 """Codes, float8_e4m3fn, and swizzled scales, float8_e8m0fnu."""

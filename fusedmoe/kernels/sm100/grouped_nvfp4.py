@@ -8,15 +8,11 @@ Axes: P packed rows, E experts, N output and K input features of a product, I in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from fusedmoe.kernels.sm100.calls import Operands, glu_constants, glu_name, in_views, kernel, ones, transposed
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.activations import Activation
 
 Form = tuple[Tensor, Tensor, Tensor]
 """Codes, uint8, two in a byte; swizzled scales, float8_e4m3fn; and the scale of each expert, fp32."""

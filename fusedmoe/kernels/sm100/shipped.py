@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from fusedmoe.kernels.build.kernel import Kernel
 from fusedmoe.kernels.rows.move.offsets import ZeroTail
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.sm90.shipped import activations, moving_rows
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
 from fusedmoe.numerics.formats import nvfp4
-
-if TYPE_CHECKING:
-    from fusedmoe.kernels.build.kernel import Kernel
 
 FORMS = ((True, True), (True, False), (False, True))  # codes by rows, by columns
 

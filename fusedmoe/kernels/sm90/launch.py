@@ -17,15 +17,14 @@ from torch import Tensor
 
 from fusedmoe.base.lasting import lasting, unread
 from fusedmoe.kernels.build import compiler
+from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, band
-from fusedmoe.numerics.formats import ScaleRule
+from fusedmoe.kernels.sm90.tiles.config import TileConfig
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import Format, ScaleRule
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.options import KernelOptions, Schedule
     from fusedmoe.kernels.sm90.epilogue.outputs import Output
-    from fusedmoe.kernels.sm90.tiles.config import TileConfig
-    from fusedmoe.numerics.activations import Activation
-    from fusedmoe.numerics.formats import Format
 
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32",

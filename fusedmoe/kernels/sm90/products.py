@@ -34,7 +34,7 @@ does no look-ups.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -60,12 +60,9 @@ from fusedmoe.kernels.sm90.launch import (
 )
 from fusedmoe.kernels.sm90.tiles.choice import Family, choose
 from fusedmoe.kernels.sm90.tiles.config import ALIGNMENT_BYTES, SCALE_BLOCK, SCALE_PITCH
+from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import padded_rows
-from fusedmoe.numerics.formats import E4M3
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.activations import Activation
-    from fusedmoe.numerics.formats import Format
+from fusedmoe.numerics.formats import E4M3, Format
 
 __all__ = [
     "Codes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
+from fusedmoe.kernels.build.kernel import Kernel
 from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
 from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets
 from fusedmoe.kernels.rows.move.parts import Parts, SumParts
@@ -39,7 +40,6 @@ from fusedmoe.numerics.activations import KINDS
 from fusedmoe.numerics.formats import E4M3, E5M2, fp8_tensor
 
 if TYPE_CHECKING:
-    from fusedmoe.kernels.build.kernel import Kernel
     from fusedmoe.kernels.device.warps import WarpKernel
 
 

@@ -18,7 +18,8 @@ quantized padding after an expert's last row then contributes, as in a hardware 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,9 +31,6 @@ from fusedmoe.numerics.expert_rows import zero_tail_
 from fusedmoe.numerics.formats.format import E4M3, Format, column_block
 from fusedmoe.numerics.formats.groups import group_of, of_group
 from fusedmoe.numerics.formats.tensor import QuantizedSpec, QuantizedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Operand = Tensor | QuantizedTensor
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from fusedmoe.numerics.formats.groups import PACKED_ROWS, PaddedRows, group_of, 
 from fusedmoe.numerics.formats.hadamard import TILE, rotate_back
 from fusedmoe.numerics.formats.scales import decoded
 from fusedmoe.numerics.formats.swizzle import swizzled_length
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, eq=False)

@@ -60,7 +60,7 @@ class FP8Tensor(Recipe):
     Transformer Engine calls it ``Float8CurrentScaling`` and, with ``delayed``, ``DelayedScaling``.
     """
 
-    _checks = {**Recipe._checks, "wgrad": WGRAD, "delayed": _DELAYED}
+    _checks: ClassVar = {**Recipe._checks, "wgrad": WGRAD, "delayed": _DELAYED}
 
     name: str = "fp8_tensor"
     hybrid: bool = True  #: Gradients are in E5M2 instead of E4M3
@@ -76,7 +76,7 @@ class FP8Tensor(Recipe):
 class FP8Row(Recipe):
     """FP8 with one scale per row; where a product sums over rows, one per column and expert."""
 
-    _checks = {**Recipe._checks, "wgrad": WGRAD}
+    _checks: ClassVar = {**Recipe._checks, "wgrad": WGRAD}
 
     name: str = "fp8_row"
     hybrid: bool = False  #: Gradients are in E5M2 instead of E4M3
@@ -94,7 +94,7 @@ class FP8Block(Recipe):
     Transformer Engine calls it ``Float8BlockScaling``.
     """
 
-    _checks = {**Recipe._checks, "wgrad": WGRAD, "amax_epsilon": NOT_NEGATIVE}
+    _checks: ClassVar = {**Recipe._checks, "wgrad": WGRAD, "amax_epsilon": NOT_NEGATIVE}
 
     name: str = "fp8_block"
     hybrid: bool = False  #: Gradients are in E5M2 instead of E4M3
@@ -113,7 +113,7 @@ class MXFP8(Recipe):
     Transformer Engine calls it ``MXFP8BlockScaling``.
     """
 
-    _checks = {**Recipe._checks, "wgrad": WGRAD, "scale_rule": one_of(("rceil", "floor"))}
+    _checks: ClassVar = {**Recipe._checks, "wgrad": WGRAD, "scale_rule": one_of(("rceil", "floor"))}
 
     name: str = "mxfp8"
     hybrid: bool = False  #: Gradients are in E5M2 instead of E4M3
@@ -134,7 +134,7 @@ class NVFP4(Recipe):
     Transformer Engine calls it ``NVFP4BlockScaling``. Source: NVIDIA, "Pretraining Large Language Models with NVFP4".
     """
 
-    _checks = {**Recipe._checks, "wgrad": WGRAD}
+    _checks: ClassVar = {**Recipe._checks, "wgrad": WGRAD}
 
     name: str = "nvfp4"
     #: A random Hadamard transform rotates rows and gradients for the weight gradient, unless ``wgrad="bf16"``.
@@ -152,7 +152,7 @@ class NVFP4(Recipe):
 class Custom(Recipe):
     """A quantizer for each role: ``Custom("mine", input=Quantizer(mxfp8()), ...)``; None does not quantize."""
 
-    _checks = {**Recipe._checks, "input": _QUANTIZER, "weight": _QUANTIZER, "grad": _QUANTIZER}
+    _checks: ClassVar = {**Recipe._checks, "input": _QUANTIZER, "weight": _QUANTIZER, "grad": _QUANTIZER}
 
     name: str = "custom"
     input: Quantizer | None = None  #: The quantizer of a linear layer's rows

@@ -6,8 +6,8 @@ Class names and fields identify them, so that Transformer Engine is not imported
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,9 +15,6 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.base.log import say_once
 from fusedmoe.numerics.formats import Delayed
 from fusedmoe.numerics.recipes.recipe import MXFP8, NVFP4, FP8Block, FP8Tensor, Recipe
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T", bool, float)

@@ -10,34 +10,26 @@ per token, E experts of all ranks, H features.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.estimating import has_values
 from fusedmoe.base.recompute import backward_pass
-from fusedmoe.expert_parallel.capacity import rows_of_ranks
-from fusedmoe.expert_parallel.engine import Wanted, forbid_capture
+from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.expert_parallel.capacity import RowLimit, rows_of_ranks
+from fusedmoe.expert_parallel.engine import Pending, Wanted, forbid_capture
 from fusedmoe.expert_parallel.wire import FORMAT, LAUNCHES, packed, unpacked
+from fusedmoe.numerics.formats import Format
 from fusedmoe.numerics.formats.quantizers import DTYPES
 from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
-from fusedmoe.ops.op import BackwardOp, Op, TensorSpec, exact
+from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, exact
 from fusedmoe.ops.state.amax import looking
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.expert_parallel import ExpertParallel
-    from fusedmoe.expert_parallel.capacity import RowLimit
-    from fusedmoe.expert_parallel.engine import Pending
-    from fusedmoe.numerics.formats import Format
-    from fusedmoe.ops.op import SpecLike
 
 
 def sum_over_ranks(parts: Sequence[Tensor] | Tensor, tokens: int) -> Tensor:

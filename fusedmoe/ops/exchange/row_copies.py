@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from fusedmoe.base.target import arch_of
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.rows.move import slot_functions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
 
 
 def bind_copy_of_rows(out: Tensor, sms: int) -> Callable[..., object] | None:

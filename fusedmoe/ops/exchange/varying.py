@@ -9,26 +9,20 @@ experts of all ranks, H features.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmoe.base.autocast import autocast_dtype, casts_rows
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.engine import VaryingEngine
 from fusedmoe.expert_parallel.wire import packed, unpacked
 from fusedmoe.ops.exchange.fixed import check_wire, chosen_ids, local_index
 from fusedmoe.ops.op import exact
 from fusedmoe.ops.state.amax import looking
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
-
-    from fusedmoe.expert_parallel import ExpertParallel
-
 
 _T = TypeVar("_T")
 

@@ -5,23 +5,18 @@ An op without a history adds no keys. A checkpoint without these keys still load
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fusedmoe.base.recompute import backward_pass, had_gradients
+from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.numerics.formats.delayed import AmaxHistory
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import torch
-    from torch import nn
-
-    from fusedmoe.numerics.formats import Quantizer
 
 _NAME = "_amax_histories"  # attribute of the op: per role the history, or its tensors from a checkpoint
 _PARTS = ("amax", "reference")

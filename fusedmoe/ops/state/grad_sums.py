@@ -21,17 +21,14 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from fusedmoe.ops.op import Op
-
+from fusedmoe.ops.op import Op
 
 ALIGNMENT = 16  # bytes, for kernels
 DIMS, LAST_AXES = 3, {1, 2}  # of a weight; those that ``.mT`` exchanges

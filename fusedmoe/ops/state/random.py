@@ -5,8 +5,9 @@ States come in pairs: of the CPU's generator, and of the default generator of th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.estimating import has_values
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 NAMES = ("random_state", "device_random_state")
 """The names of the saved states of an op with ``draws_random``."""

@@ -40,7 +40,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import ref
 
 import torch
@@ -51,14 +51,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedmoe.base.checks import MODULE
 from fusedmoe.base.environment import debugging
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.process_state import HasProcessState
+from fusedmoe.base.process_state import HasProcessState, ProcessState
 from fusedmoe.expert_parallel.engine import collectives
-
-if TYPE_CHECKING:
-    from fusedmoe.base.process_state import ProcessState
-    from fusedmoe.numerics.formats import QuantizedTensor, Quantizer
-    from fusedmoe.numerics.formats.packed import Packed, PackedTensor
-    from fusedmoe.ops.op import Op
+from fusedmoe.numerics.formats import QuantizedTensor, Quantizer
+from fusedmoe.numerics.formats.packed import Packed, PackedTensor
+from fusedmoe.ops.op import Op
 
 _DISTRIBUTED = dist.is_available()
 _optimizer_steps = 0

@@ -10,7 +10,6 @@ Axes: R rows, I features of the activation's result, N features of the preactiva
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -19,9 +18,7 @@ from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.kernels.rows.move.slot_functions import no_scale
 from fusedmoe.kernels.sm90.launch import compiled_in, constants
-
-if TYPE_CHECKING:
-    from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.activations import Activation
 
 
 def bind_activation(

@@ -10,16 +10,13 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, candidates
+from fusedmoe.kernels.sm90.tiles.config import TileConfig
 from fusedmoe.numerics.activations import KINDS, Activation
-
-if TYPE_CHECKING:
-    from fusedmoe.kernels.sm90.tiles.config import TileConfig
 
 FLUSH_BYTES = 256 << 20  # five times the L2
 SPIN_CYCLES = 1 << 20  # that the GPU spins before a timed call: longer than the host needs to enqueue the call
