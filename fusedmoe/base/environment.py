@@ -20,10 +20,7 @@ VARIABLES = (
     "FUSEDMOE_COMMIT",  # of benchmarks and GPU tests
     "FUSEDMOE_UPDATE_SNAPSHOTS",  # of tests
 )
-_FLAGS = {
-    **dict.fromkeys(("1", "true", "on", "yes"), True),
-    **dict.fromkeys(("", "0", "false", "off", "no"), False),
-}
+_FLAGS = {**dict.fromkeys(("1", "true", "on", "yes"), True), **dict.fromkeys(("", "0", "false", "off", "no"), False)}
 
 
 def reader(*names: str) -> Callable[[], tuple[object, ...]]:

@@ -35,10 +35,7 @@ def check_inputs(
 
 
 def check_names(
-    who: str,
-    wanted: Mapping[str, Sequence[str]],
-    given: Collection[str],
-    provided: Mapping[str, str] | None = None,
+    who: str, wanted: Mapping[str, Sequence[str]], given: Collection[str], provided: Mapping[str, str] | None = None
 ) -> None:
     """Raise unless exactly the wanted runtime inputs are given.
 

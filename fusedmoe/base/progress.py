@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 LINES = 25  # at most, without a terminal
 
-Advance: TypeAlias = "Callable[[str], None]"
-"""Reports one completed item by name."""
+Advance: TypeAlias = "Callable[[str], None]"  # reports one completed item by name
 
 
 @contextlib.contextmanager

@@ -43,8 +43,7 @@ class Target:
 
 _target: ContextVar[Target | None] = ContextVar("fusedmoe.base.target", default=None)
 
-current = _target.get
-"""Returns the current target; None to plan for the device of the tensors."""
+current = _target.get  # returns the current target; None to plan for the device of the tensors
 
 
 @contextmanager

@@ -37,6 +37,5 @@ def _rules_of(module: ModuleType) -> Iterator[type[FusionRule]]:
 
 
 _RULES = [rule for module in _MODULES for rule in _rules_of(module)]
-ROWS = tuple(rule for rule in _RULES if not issubclass(rule, (OnSm90, OnSm100)))
-"""The rules that name no architecture."""
+ROWS = tuple(rule for rule in _RULES if not issubclass(rule, (OnSm90, OnSm100)))  # the rules that name no architecture
 BUILTIN = (*(rule for rule in _RULES if rule not in ROWS), *on(OnSm90, *ROWS), *on(OnSm100, *ROWS))

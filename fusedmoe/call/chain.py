@@ -20,13 +20,7 @@ from fusedmoe.call.quantization import rewritten
 from fusedmoe.call.routing_weights import applied_late
 from fusedmoe.call.still_valid import LastCall, context_of_call
 from fusedmoe.fusion.graph.forward import Graph
-from fusedmoe.fusion.program.plan_table import (
-    CallContext,
-    Conditions,
-    PlanTable,
-    plan_chain,
-    wanted_gradients,
-)
+from fusedmoe.fusion.program.plan_table import CallContext, Conditions, PlanTable, plan_chain, wanted_gradients
 from fusedmoe.fusion.program.signature import Signature, argument_spec, signature
 from fusedmoe.fusion.report.data import PlanData
 from fusedmoe.fusion.report.describe import describe

@@ -17,8 +17,7 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.base.lasting import lasting
 
 ROWS = 128  # R is a multiple, as the tiles of products are
-LAG = 32
-"""Calls after which a GPU's count is read: late enough that the host does not wait, the same on every rank."""
+LAG = 32  # calls after which a GPU's count is read: late enough that the host does not wait, the same on every rank
 _SHIFT = 32  # bits of the rows in an entry of `_OnDevice.worst`
 
 

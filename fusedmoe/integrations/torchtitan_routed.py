@@ -59,11 +59,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
         self.expert_parallel: ExpertParallel | None = None
 
     def forward(
-        self,
-        x_BLD: Tensor,
-        topk_scores_BLK: Tensor,
-        topk_expert_ids_BLK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
+        self, x_BLD: Tensor, topk_scores_BLK: Tensor, topk_expert_ids_BLK: Tensor, num_local_tokens_per_expert_E: Tensor
     ) -> Tensor:
         """Run the experts in bf16 on the tokens of this rank.
 

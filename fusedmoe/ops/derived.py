@@ -127,5 +127,4 @@ int64; for rows without an expert, the number P of packed rows.
 CHECKED = {"row_of_slot": _index("row_of_slot", 1), "slot_of_row": _index("slot_of_row", 0)}
 """The checked form of each runtime input that indexes rows. Ops get this form if the caller gives the input."""
 
-DERIVED = {derived.name: derived for derived in (OFFSETS, *CHECKED.values())}
-"""All derived values by name."""
+DERIVED = {derived.name: derived for derived in (OFFSETS, *CHECKED.values())}  # all derived values by name

@@ -261,7 +261,6 @@ class DSquaredReLU(BackwardOp):
 
 FusedActivation: TypeAlias = SwiGLU | GeGLU | ReGLU | SquaredReLU
 """The activations that the kernels have: the slot of a rule."""
-FusedDerivative: TypeAlias = DSwiGLU | DGeGLU | DReGLU | DSquaredReLU
-"""Their derivatives."""
+FusedDerivative: TypeAlias = DSwiGLU | DGeGLU | DReGLU | DSquaredReLU  # their derivatives
 ACTIVATIONS: dict[str, type[Op]] = {"swiglu": SwiGLU, "geglu": GeGLU, "reglu": ReGLU, "squared_relu": SquaredReLU}
 """The activations that `MoE` and the commands accept by name."""

@@ -63,11 +63,7 @@ class _IntoGrad:
 
 
 def weight_gradient(
-    wgrad: Wgrad | WgradIntoMainGrad,
-    dtype: torch.dtype,
-    bind: BindProduct,
-    *operands: Any,
-    adds_to_sum: bool = True,
+    wgrad: Wgrad | WgradIntoMainGrad, dtype: torch.dtype, bind: BindProduct, *operands: Any, adds_to_sum: bool = True
 ) -> WeightGradient:
     """Return ``dW[e] = dy[rows of e].T @ x[rows of e]``, bound to operands like these.
 

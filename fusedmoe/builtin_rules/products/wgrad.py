@@ -28,8 +28,7 @@ from fusedmoe.kernels.sm90.products import WgradOperand, has_strides
 from fusedmoe.ops.grouped_linear import Wgrad, WgradIntoMainGrad
 
 OPERANDS = ("grad_output", "wgrad.input")
-FLOPS_PER_US = 620e6
-"""On the whole GPU."""
+FLOPS_PER_US = 620e6  # on the whole GPU
 FP8_FLOPS_PER_US = 800e6
 # the kernel's name of the operand that it reads through an index
 _GATHERED: dict[str, WgradOperand | None] = {"": None, "wgrad.input": "x", "grad_output": "grad_output"}

@@ -20,8 +20,7 @@ from fusedmoe.kernels.sm90 import limits
 from fusedmoe.ops.glu import GLU, FusedActivation, FusedDerivative, SquaredReLU
 from fusedmoe.ops.scale import DScale, Scale, ScaleGrad
 
-MOST_ELEMENTS = 2**33
-"""Elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits."""
+MOST_ELEMENTS = 2**33  # elements of the preactivation are fewer: the kernel counts vectors of 8 in 32 bits
 
 
 class ActivationRule(FusionRule, name="activation", direction="forward"):

@@ -16,10 +16,8 @@ from fusedmoe.ops.dispatch import Combine, CombineWeightGrad, DCombine, DDispatc
 from fusedmoe.ops.op import TensorSpec
 
 ROUTING = "a routing index or weight"
-SM_BYTES_PER_US = 80e3
-"""Of a sum over slots, per SM."""
-SHORTEST_US = 1500.0
-"""On one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone."""
+SM_BYTES_PER_US = 80e3  # of a sum over slots, per SM
+SHORTEST_US = 1500.0  # on one SM: a shorter sum takes less than 40 us on the whole GPU, and runs alone
 
 
 def _check_rows(ctx: PlanContext, rows: str) -> None:

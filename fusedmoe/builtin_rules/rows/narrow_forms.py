@@ -24,8 +24,7 @@ from fusedmoe.ops.state.amax import Step as DelayedStep
 
 LAUNCHES_ON_SCALES = 8
 """The launches, approximately, on values per row or expert, of factors and scales from the values themselves."""
-Forms = list[tuple[Tensor, ...]]
-"""Codes, scale and, if the format has one, tensor scale of each form."""
+Forms = list[tuple[Tensor, ...]]  # Codes, scale and, if the format has one, tensor scale of each form
 
 
 def is_narrow(format: Format, of_weights: bool = False) -> bool:

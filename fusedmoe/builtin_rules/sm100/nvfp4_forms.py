@@ -70,8 +70,7 @@ def bind_packed_forms(
     return run
 
 
-LAUNCHES_TO_PACK_WEIGHT = 8
-"""The launches, approximately, that put codes and scales of a weight in the packed layout."""
+LAUNCHES_TO_PACK_WEIGHT = 8  # the launches, approximately, that put codes and scales of a weight in the packed layout
 
 
 def bind_packed_weight_forms(

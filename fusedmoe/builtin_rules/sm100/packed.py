@@ -20,12 +20,10 @@ from fusedmoe.ops.glu import GLU, SquaredReLU
 from fusedmoe.ops.op import Op
 
 MOST_EXPERTS = 1024
-WIDTH = 128
-"""Features of layers are multiples of it."""
+WIDTH = 128  # features of layers are multiples of it
 FORMATS = "mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated, or nvfp4"
 """Of what the kernels read and write."""
-MOST_ELEMENTS = 2**31
-"""Rows times features are fewer: the kernels count them in 32 bits."""
+MOST_ELEMENTS = 2**31  # rows times features are fewer: the kernels count them in 32 bits
 
 
 class OfPacked(OnSm100):

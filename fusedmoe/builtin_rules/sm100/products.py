@@ -18,16 +18,14 @@ from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import E2M1, QuantizedSpec, Quantizer
 
-ByAxis = dict[int, tuple[Tensor, ...]]
-"""Forms of a result: by rows, -1, and by columns, -2."""
+ByAxis = dict[int, tuple[Tensor, ...]]  # forms of a result: by rows, -1, and by columns, -2
 Optional = Tensor | None
 
 
 class Products:
     """Products of MXFP8 operands."""
 
-    size = 2
-    """Tensors of a form."""
+    size = 2  # tensors of a form
     kernels: Any = grouped
 
     def split(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any, tuple[Any, ...]]:

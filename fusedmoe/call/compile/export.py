@@ -22,11 +22,7 @@ from fusedmoe.ops.op import Runnable
 
 
 def run(
-    root: Runnable,
-    x: Tensor,
-    inputs: dict[str, Tensor],
-    parameters: Parameters | None,
-    provides: tuple[str, ...],
+    root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
 ) -> Any:
     """Run a module in a program that is being exported."""
     partition = partition_of_call(root, x, inputs, parameters, provides)

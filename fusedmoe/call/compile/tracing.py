@@ -62,11 +62,7 @@ class TracedModule(NamedTuple):
 
 
 def run(
-    root: Runnable,
-    x: Tensor,
-    inputs: dict[str, Tensor],
-    parameters: Parameters | None,
-    provides: tuple[str, ...],
+    root: Runnable, x: Tensor, inputs: dict[str, Tensor], parameters: Parameters | None, provides: tuple[str, ...]
 ) -> Any:
     """Run a module in a graph that is being traced."""
     _prepare_tracing()

@@ -25,8 +25,7 @@ from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
 from fusedmoe.numerics.formats.packed import Packed
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
-NONE = "none"
-"""The value that is always None: an absent operand, or a gradient that does not arrive."""
+NONE = "none"  # the value that is always None: an absent operand, or a gradient that does not arrive
 
 
 def grad(value: str) -> str:

@@ -82,8 +82,7 @@ class _Registry:
         except BaseException as error:  # third-party code may also raise SystemExit
             broken = BrokenEntryPoint(_package(entry), entry.name, entry.value, _in_one_line(error))
             logger.warning(
-                "the fusion rules of package %s are not used: its entry point %s (%s) failed to load: %s",
-                *broken,
+                "the fusion rules of package %s are not used: its entry point %s (%s) failed to load: %s", *broken
             )
             logger.debug("entry point %s of package %s", entry.name, broken.package, exc_info=error)
             return broken

@@ -44,8 +44,7 @@ def signature(tensors: Sequence[Tensor | None]) -> Signature:
         )
 
 
-NOMINAL_ROWS = 32768
-"""The number of rows that a plan for any number of rows assumes."""
+NOMINAL_ROWS = 32768  # the number of rows that a plan for any number of rows assumes
 
 
 def argument_spec(t: Tensor | None) -> TensorSpec | None:

@@ -18,16 +18,11 @@ from fusedmoe.numerics.formats.groups import PACKED_ROWS
 class Status(str, Enum):
     """The result of a rule at a position of the chain."""
 
-    FUSED = "FUSED"
-    """The rule runs there."""
-    SHADOWED = "SHADOWED"
-    """The rule could run there, but a cheaper step does."""
-    UNAVAILABLE = "UNAVAILABLE"
-    """The pattern matches, but a package, a device or a switch is missing."""
-    CONSTRAINT = "CONSTRAINT"
-    """The pattern matches, and the rule declines the ops."""
-    NO_MATCH = "NO_MATCH"
-    """The pattern does not match."""
+    FUSED = "FUSED"  #: The rule runs there
+    SHADOWED = "SHADOWED"  #: The rule could run there, but a cheaper step does
+    UNAVAILABLE = "UNAVAILABLE"  #: The pattern matches, but a package, a device or a switch is missing
+    CONSTRAINT = "CONSTRAINT"  #: The pattern matches, and the rule declines the ops
+    NO_MATCH = "NO_MATCH"  #: The pattern does not match
 
 
 Cause = Literal["", "device", "machine", "switch"]
@@ -40,12 +35,10 @@ class Exemption(str, Enum):
     NONE = ""
     QUANTIZED = "quantized"
     """An operand or a result is quantized, and the rule has no kernel for its format on any device."""
-    UNQUANTIZED = "unquantized"
-    """An operand is quantized, and the rule takes unquantized operands only."""
+    UNQUANTIZED = "unquantized"  #: An operand is quantized, and the rule takes unquantized operands only
     KEEPS = "keeps"
     """The rule takes fewer ops here. It cannot take more, since the backward pass reads a value between them."""
-    NOTHING = "nothing to do"
-    """The rule declined ops that it would not speed up."""
+    NOTHING = "nothing to do"  #: The rule declined ops that it would not speed up
 
     @property
     def is_of_formats(self) -> bool:

@@ -137,11 +137,7 @@ class Costs:
     """
 
     def __init__(
-        self,
-        specs: Mapping[str, SpecLike | None],
-        fixed: Collection[str],
-        rows: int,
-        nominal_rows: int | None = None,
+        self, specs: Mapping[str, SpecLike | None], fixed: Collection[str], rows: int, nominal_rows: int | None = None
     ) -> None:
         self._specs, self._fixed = specs, fixed
         self._nbytes: dict[str, int] = {}

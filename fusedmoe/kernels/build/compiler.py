@@ -30,8 +30,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["Function", "Stats", "Wrap", "build", "entry", "is_cached", "load", "stats", "wrapped"]
 
 Function = Callable[..., Any]
-Wrap = Callable[[Kernel, Function], Function]
-"""Returns the function to call in place of a kernel's."""
+Wrap = Callable[[Kernel, Function], Function]  # returns the function to call in place of a kernel's
 
 UNUSED = "compiled kernels are kept in memory only: %s"
 

@@ -116,8 +116,7 @@ def squared_relu_backward(d, x, scale):
     return Float32(2.0) * y * d, act, d_scale
 
 
-UNGATED = {"squared_relu": (squared_relu, squared_relu_backward)}
-"""The activation of x, and its derivative."""
+UNGATED = {"squared_relu": (squared_relu, squared_relu_backward)}  # the activation of x, and its derivative
 
 
 # ------------------------------------------------------------------------------------------------------------ by name

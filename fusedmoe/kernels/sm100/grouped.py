@@ -24,8 +24,7 @@ from fusedmoe.kernels.sm100.calls import (
 )
 from fusedmoe.numerics.activations import Activation
 
-Form = tuple[Tensor, Tensor]
-"""Codes, float8_e4m3fn, and swizzled scales, float8_e8m0fnu."""
+Form = tuple[Tensor, Tensor]  # Codes, float8_e4m3fn, and swizzled scales, float8_e8m0fnu
 
 _BLOCK = 32  # codes that share a scale
 

@@ -26,8 +26,7 @@ from fusedmoe.version import __version__
 ARCHITECTURES = (100, 103)
 """The architectures that the kernels are for. A verification is valid for one of them."""
 DISTRIBUTION = "nvidia-cudnn-frontend"
-TESTED = (1, 32)
-"""The tested version: its later fixes are accepted too."""
+TESTED = (1, 32)  # the tested version: its later fixes are accepted too
 _REMEDY = "run `fusedmoe verify`"
 _VERSIONS = ("fusedmoe", DISTRIBUTION, "nvidia-cutlass-dsl", "torch")
 

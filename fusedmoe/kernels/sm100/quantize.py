@@ -36,7 +36,6 @@ from fusedmoe.kernels.rows.quantize.blocks import (
     CTAS_PER_SM,
     GROUPS,
     STRIP,
-    THREADS,
     UNIT,
     WARPS,
     WORDS,
@@ -45,6 +44,7 @@ from fusedmoe.kernels.rows.quantize.blocks import (
     fake_weight,
     largest_and_no_infinity,
     load_tile,
+    on_tiles,
     rows_of_tile,
     transpose,
     write_columns,
@@ -171,11 +171,7 @@ class QuantizePacked(_Tiles):
     def __call__(self, x, index, offsets, row_codes, row_scale, column_codes, column_scale, stream):
         across = cute.ceil_div(x.shape[1], TILE)
         self.kernel(x, index, offsets, row_codes, row_scale, column_codes, column_scale, across).launch(
-            grid=(row_codes.shape[0] // TILE * across, 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT,
-            stream=stream,
+            **on_tiles(row_codes.shape[0] // TILE * across, stream, CTAS_PER_SM, SHARED_PERCENT)
         )
 
     @cute.kernel
@@ -240,11 +236,7 @@ class QuantizePackedWeight(_Tiles):
         experts, lines, features = weight.shape
         down, across = lines // TILE, features // TILE
         self.kernel(weight, row_codes, row_scale, column_codes, column_scale, down, across).launch(
-            grid=(experts * down * across, 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT_OF_WEIGHTS,
-            stream=stream,
+            **on_tiles(experts * down * across, stream, CTAS_PER_SM, SHARED_PERCENT_OF_WEIGHTS)
         )
 
     @cute.kernel

@@ -22,8 +22,7 @@ PACKING = 256  # rows to a multiple of which those of an expert are packed
 TILE = 128
 SCALES = 512  # of a tile of 128 lines x 4 blocks
 
-Form = tuple[Tensor, Tensor]
-"""Codes, and scales in the layout that the tensor cores read."""
+Form = tuple[Tensor, Tensor]  # Codes, and scales in the layout that the tensor cores read
 
 
 def bind_quantize_packed(

@@ -161,8 +161,7 @@ class Codes(NamedTuple):
 
 
 Operand: TypeAlias = Tensor | Codes
-Scales = Literal["blocks", "expert"]
-"""What an operand's scales are for."""
+Scales = Literal["blocks", "expert"]  # what an operand's scales are for
 
 
 def values_of(operand: Operand) -> Tensor:

@@ -21,12 +21,9 @@ FP8_ELEMENTS = ("e4m3", "e5m2")
 FP32_SCALE_RULES = ("fp32", "power of two")
 MOST_EXPERTS = 1024
 """The maximum number of experts of the kernels that sort rows: they count each expert's rows in shared memory."""
-MOST_ROUTED_EXPERTS = 512
-"""The maximum number of experts of the router's kernels: a lane has 16 of them in registers."""
-LANES = 32
-"""Threads of a warp: the maximum number of chosen experts, and of groups of experts, of the router's kernels."""
-MOST_SLOTS_BESIDE = 8
-"""The maximum number of slots per token of the sum over slots that runs beside a product."""
+MOST_ROUTED_EXPERTS = 512  # the maximum number of experts of the router's kernels: a lane has 16 of them in registers
+LANES = 32  # threads of a warp: the maximum number of chosen experts, and of groups of experts, of the router's kernels
+MOST_SLOTS_BESIDE = 8  # the maximum number of slots per token of the sum over slots that runs beside a product
 UNIT = ALIGNMENT_BYTES // ELEMENT_BYTES
 """Every pitch, and so every width, is a multiple of this number of elements, as TMA requires."""
 

@@ -80,8 +80,8 @@ __all__ = [
 ]
 
 
-WgradOperand = Literal["grad_output", "x"]
-"""An operand of a weight gradient."""
+Optional = Tensor | None
+WgradOperand = Literal["grad_output", "x"]  # an operand of a weight gradient
 KERNEL_OPERAND: dict[WgradOperand | None, str | None] = {None: None, "grad_output": "a", "x": "b"}
 
 
@@ -90,10 +90,10 @@ def grouped_gemm(
     weight: Operand,
     offsets: Tensor,
     *,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
+    bias: Optional = None,
+    row_scale: Optional = None,
     options: KernelOptions = DEFAULT,
-    gather: Tensor | None = None,
+    gather: Optional = None,
 ) -> Tensor:
     """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) of x (R, K).
 
@@ -106,10 +106,10 @@ def grouped_gemm(
 def bind_grouped_gemm(
     x: Operand,
     weight: Operand,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
+    bias: Optional,
+    row_scale: Optional,
     options: KernelOptions,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     *,
     ranges: bool = False,
 ) -> Callable[..., Tensor]:
@@ -126,11 +126,11 @@ def bind_grouped_gemm(
     def run(
         x: Any,
         weight: Operand,
-        bias: Tensor | None,
+        bias: Optional,
         offsets: Tensor,
-        row_scale: Tensor | None,
-        gather: Tensor | None = None,
-        out: Tensor | None = None,
+        row_scale: Optional,
+        gather: Optional = None,
+        out: Optional = None,
     ) -> Tensor:
         if out is None:
             # not a tuple, which takes 1.5 times as long
@@ -150,12 +150,12 @@ def grouped_gemm_activation(
     offsets: Tensor,
     activation: Activation,
     *,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
+    bias: Optional = None,
+    row_scale: Optional = None,
     keep_preactivation: bool = True,
     quantized: Format | None = None,
     options: KernelOptions = DEFAULT,
-    gather: Tensor | None = None,
+    gather: Optional = None,
 ) -> tuple[Tensor, ...]:
     """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
 
@@ -182,12 +182,12 @@ def grouped_gemm_activation(
 def bind_grouped_gemm_activation(
     x: Operand,
     weight: Operand,
-    bias: Tensor | None,
-    row_scale: Tensor | None,
+    bias: Optional,
+    row_scale: Optional,
     activation: Activation,
     keep_preactivation: bool,
     options: KernelOptions,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     *,
     quantized: Format | None = None,
     ranges: bool = False,
@@ -208,12 +208,7 @@ def bind_grouped_gemm_activation(
     )  # fmt: skip
 
     def run(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        offsets: Tensor,
-        row_scale: Tensor | None,
-        gather: Tensor | None = None,
+        x: Tensor, weight: Tensor, bias: Optional, offsets: Tensor, row_scale: Optional, gather: Optional = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         y = x.new_empty(rows, features)
         index = () if gather is None else (gather,)
@@ -225,12 +220,7 @@ def bind_grouped_gemm_activation(
         return y, p
 
     def run_codes(
-        x: Codes,
-        weight: Codes,
-        bias: Tensor | None,
-        offsets: Tensor,
-        row_scale: Tensor | None,
-        *factor_and_amax: Tensor,
+        x: Codes, weight: Codes, bias: Optional, offsets: Tensor, row_scale: Optional, *factor_and_amax: Tensor
     ) -> tuple[Tensor, ...]:
         like = x.codes
         p = (like.new_empty(rows, columns, dtype=torch.bfloat16),) if keep_preactivation else ()
@@ -258,12 +248,12 @@ def grouped_gemm_activation_backward(
     preactivation: Tensor,
     activation: Activation,
     *,
-    row_scale: Tensor | None = None,
+    row_scale: Optional = None,
     want_output: bool = True,
     want_row_scale_grad: bool = False,
     options: KernelOptions = DEFAULT,
-    gather: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    gather: Optional = None,
+) -> tuple[Tensor, Optional, Optional]:
     """Gradient of p, given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
 
     It is one launch; with ``want_row_scale_grad``, a sum follows.
@@ -288,15 +278,15 @@ def bind_grouped_gemm_activation_backward(
     grad_output: Operand,
     weight: Operand,
     preactivation: Tensor,
-    row_scale: Tensor | None,
+    row_scale: Optional,
     activation: Activation,
     want_output: bool,
     want_row_scale_grad: bool,
     options: KernelOptions,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     *,
     ranges: bool = False,
-) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+) -> Callable[..., tuple[Tensor, Optional, Optional]]:
     """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale,
     gather=None)``. ``ranges``: as for `bind_grouped_gemm`.
     """
@@ -314,9 +304,9 @@ def bind_grouped_gemm_activation_backward(
         weight: Operand,
         offsets: Tensor,
         preactivation: Tensor,
-        row_scale: Tensor | None,
-        gather: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        row_scale: Optional,
+        gather: Optional = None,
+    ) -> tuple[Tensor, Optional, Optional]:
         grad = preactivation.new_empty(rows, features)
         y = preactivation.new_empty(rows, outputs) if want_output else None
         results, index = (grad,) if y is None else (grad, y), () if gather is None else (gather,)
@@ -329,13 +319,13 @@ def bind_grouped_gemm_activation_backward_codes(
     grad_output: Codes,
     weight: Codes,
     preactivation: Tensor,
-    row_scale: Tensor | None,
+    row_scale: Optional,
     activation: Activation,
     quantized: Format,
     forms: tuple[bool, bool, bool],
     want_row_scale_grad: bool,
     options: KernelOptions,
-) -> Callable[..., tuple[tuple[Form, ...], Tensor | None]]:
+) -> Callable[..., tuple[tuple[Form, ...], Optional]]:
     """Return `bind_grouped_gemm_activation_backward` with results in FP8: the ``forms`` that are true of the gradient
     by rows, the gradient by columns and the output by columns; and the row scale's gradient.
 
@@ -356,8 +346,8 @@ def bind_grouped_gemm_activation_backward_codes(
     shapes += [(outputs, padded, E4M3.dtype)] * again
 
     def run(
-        grad_output: Codes, weight: Codes, offsets: Tensor, preactivation: Tensor, row_scale: Tensor | None
-    ) -> tuple[tuple[Form, ...], Tensor | None]:
+        grad_output: Codes, weight: Codes, offsets: Tensor, preactivation: Tensor, row_scale: Optional
+    ) -> tuple[tuple[Form, ...], Optional]:
         results: list[Form] = []
         written: list[Tensor] = []
         for lines, length, dtype in shapes:
@@ -375,14 +365,14 @@ def _bind_derivative(
     grad_output: Operand,
     weight: Operand,
     preactivation: Tensor,
-    row_scale: Tensor | None,
+    row_scale: Optional,
     activation: Activation,
     epilogue: Epilogue,
     want_grad: bool,
     options: KernelOptions,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     ranges: bool = False,
-) -> Callable[..., Tensor | None]:
+) -> Callable[..., Optional]:
     """Return a derivative of ``(grad_output, weight, offsets, preactivation, row_scale, index, results)``, which
     returns the row scale's gradient, (R,) fp32, if it is wanted.
 
@@ -403,10 +393,10 @@ def _bind_derivative(
         weight: Operand,
         offsets: Tensor,
         preactivation: Tensor,
-        row_scale: Tensor | None,
+        row_scale: Optional,
         index: tuple[Tensor, ...],
         results: tuple[Tensor, ...],
-    ) -> Tensor | None:
+    ) -> Optional:
         b = _by_columns(weight)
         if not epilogue.scaled:
             launch(grad_output, b, offsets, None, None, *index, preactivation, *results)
@@ -430,11 +420,11 @@ def grouped_wgrad(
     x: Operand,
     offsets: Tensor,
     *,
-    out: Tensor | None = None,
+    out: Optional = None,
     dtype: torch.dtype | None = None,
     accumulate: bool = False,
     options: KernelOptions = DEFAULT,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     gathered: WgradOperand | None = None,
 ) -> Tensor:
     """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
@@ -470,7 +460,7 @@ def bind_grouped_wgrad(
     dtype: torch.dtype,
     accumulate: bool,
     options: KernelOptions,
-    gather: Tensor | None = None,
+    gather: Optional = None,
     gathered: WgradOperand | None = None,
     beside: bool = False,
     *,
@@ -513,9 +503,7 @@ def bind_grouped_wgrad(
             )
         )  # fmt: skip
 
-    def run(
-        grad_output: Operand, x: Any, offsets: Tensor, out: Tensor | None = None, gather: Tensor | None = None
-    ) -> Tensor:
+    def run(grad_output: Operand, x: Any, offsets: Tensor, out: Optional = None, gather: Optional = None) -> Tensor:
         if out is None:
             like = x if plain else x.codes
             out = like.new_empty(experts, n, k) if same else like.new_empty(experts, n, k, dtype=dtype)
@@ -537,11 +525,11 @@ def _ragged_m(
     b: Operand,
     epilogue: Epilogue,
     options: KernelOptions,
-    gather: Tensor | None,
+    gather: Optional,
     *,
     activation: Activation | None = None,
-    bias: Tensor | None = None,
-    row_scale: Tensor | None = None,
+    bias: Optional = None,
+    row_scale: Optional = None,
     unscaled: bool = False,
     ranges: bool = False,
 ) -> RaggedMLaunch:
@@ -579,7 +567,7 @@ def _family(kind: Family, activation: Activation | None, scaled: bool, b_major: 
     return kind
 
 
-def _rows(operand: Operand, gather: Tensor | None) -> int:
+def _rows(operand: Operand, gather: Optional) -> int:
     """Return R, after a check of the index."""
     values = values_of(operand)
     if gather is None:

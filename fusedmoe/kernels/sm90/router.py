@@ -100,12 +100,7 @@ def room(experts: int) -> int:
 
 
 def bind_router(
-    x_TH: Tensor,
-    weight_EH: Tensor,
-    bias_E: Tensor | None,
-    choice: Choice,
-    want_sums: bool,
-    options: KernelOptions,
+    x_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None, choice: Choice, want_sums: bool, options: KernelOptions
 ) -> Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Routed]:
     """Return the router of ``(x, weight, bias, correction)``; the correction, the balance bias, is fp32 or None.
 

@@ -35,8 +35,7 @@ from fusedmoe.numerics.formats.tensor import QuantizedSpec, QuantizedTensor
 Operand = Tensor | QuantizedTensor
 
 _MULTIPLIES_CODES = (90, 100)  # architectures on which F.scaled_grouped_mm runs
-NATIVE, EMULATED = "native", "emulated"
-"""The results of `path` for a quantized operand."""
+NATIVE, EMULATED = "native", "emulated"  # the results of `path` for a quantized operand
 
 
 def grouped_mm(x: Operand, weight: Operand, offsets_E: Tensor) -> Tensor:

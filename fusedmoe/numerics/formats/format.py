@@ -58,12 +58,10 @@ class ScaleRule(str, Enum):
     ``max`` is `Element.max`. An element is stored as ``q = round(x * encode)`` and has the value ``q * scale``.
     """
 
-    FP32 = "fp32"
-    """``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; both 1 where amax is 0."""
+    FP32 = "fp32"  #: ``encode = max / amax``, ``scale = 1 / encode``, both rounded to fp32; both 1 where amax is 0
     POWER_OF_TWO = "power of two"
     """As FP32, with ``encode`` rounded down to a power of two, so that the scale neither rounds nor clips elements."""
-    RCEIL = "rceil"
-    """``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest scale that clips no element."""
+    RCEIL = "rceil"  #: ``scale = 2 ** ceil(log2(amax / max))`` in E8M0: the smallest scale that clips no element
     FLOOR = "floor"
     """``scale = 2 ** (floor(log2(amax)) - max_exponent)`` in E8M0, the rule of the MX specification; it may clip."""
     TWO_LEVEL = "two level"
@@ -213,8 +211,7 @@ class Delayed:
         check_fields(self, {"history": steps, "margin": binades, "most_recent": FLAG})
 
 
-WGRAD = one_of(("quantized", "bf16"))
-"""The values of `Quantizer.wgrad` and of the recipes' fields of that name."""
+WGRAD = one_of(("quantized", "bf16"))  # the values of `Quantizer.wgrad` and of the recipes' fields of that name
 
 
 @dataclass(frozen=True)

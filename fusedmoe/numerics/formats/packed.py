@@ -31,8 +31,7 @@ from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups, sw
 if TYPE_CHECKING:
     from fusedmoe.numerics.formats.format import Quantizer
 
-PACKED_FEATURES = 32
-"""The features of gate, and then of up, that alternate."""
+PACKED_FEATURES = 32  # the features of gate, and then of up, that alternate
 
 
 class Packed(NamedTuple):

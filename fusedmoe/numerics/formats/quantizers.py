@@ -20,8 +20,7 @@ from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.formats.scales import encode_and_scale, tensor_encode
 from fusedmoe.numerics.formats.tensor import QuantizedTensor
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that `quantize` accepts."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # the dtypes that `quantize` accepts
 _GENERATOR = instance(torch.Generator, "a torch.Generator").or_none()
 _FLT_MAX = torch.finfo(torch.float32).max
 

@@ -286,10 +286,7 @@ class DGatherTokens(BackwardOp):
     zeroes_tail = True
     launches = 6
     op: GatherTokens
-    _sources: ClassVar[Mapping[str, str]] = {
-        "grad_input": "grad_output",
-        "grad_expert_weight": "grad_gathered_weight",
-    }
+    _sources: ClassVar[Mapping[str, str]] = {"grad_input": "grad_output", "grad_expert_weight": "grad_gathered_weight"}
     travels = tuple(_sources.values())
 
     def __init__(self, op: GatherTokens, gives: Sequence[str] = tuple(_sources)) -> None:

@@ -82,11 +82,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        routes: _Routes,
-        dtypes: Sequence[torch.dtype],
-        wires: Sequence[torch.dtype | None],
-        *rows: Tensor,
+        ctx: Any, routes: _Routes, dtypes: Sequence[torch.dtype], wires: Sequence[torch.dtype | None], *rows: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.routes, ctx.dtypes, ctx.wires = routes, [t.dtype for t in rows], wires
         return tuple(_sum(routes, t, dtype) for t, dtype in zip(rows, dtypes, strict=True))

@@ -25,8 +25,7 @@ KEY = "amax_history."
 
 _only_looking: ContextVar[bool] = ContextVar("fusedmoe.amax_state.only_looking", default=False)
 
-looking = _only_looking.get
-"""Returns whether the current call leaves the histories unchanged."""
+looking = _only_looking.get  # returns whether the current call leaves the histories unchanged
 
 
 @contextmanager

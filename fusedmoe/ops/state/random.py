@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.estimating import has_values
 
-NAMES = ("random_state", "device_random_state")
-"""The names of the saved states of an op with ``draws_random``."""
+NAMES = ("random_state", "device_random_state")  # the names of the saved states of an op with ``draws_random``
 
 States = tuple[Tensor, Tensor | None]
 

@@ -25,11 +25,7 @@ QUAD = 4  # counts in 16 bytes
 
 
 def bind_route(
-    index_TK: Tensor,
-    weight_TK: Tensor,
-    num_experts: int,
-    chunk_slots: int | None = None,
-    num_rows: int | None = None,
+    index_TK: Tensor, weight_TK: Tensor, num_experts: int, chunk_slots: int | None = None, num_rows: int | None = None
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Sort slots by expert: return ``(splits, probs, row_of_slot, slot_of_row, token_of_row, offsets)`` of ``(ids,
     weights)``.

@@ -21,8 +21,7 @@ from fusedmoe.numerics.formats import Format, ScaleRule
 
 BLOCK = 128
 TOKEN_READERS = 2  # rows per token from which on tokens are quantized once, and their codes are copied
-Form = tuple[Tensor, Tensor]
-"""Codes and scales."""
+Form = tuple[Tensor, Tensor]  # codes and scales
 
 
 def bind_quantize_rows(

@@ -174,6 +174,14 @@ def load_tile(x, index, first, valid, vector):
     return values
 
 
+def on_tiles(ctas: Any, stream: Any, per_sm: int, shared_percent: int, matrices: Any = 1) -> dict[str, Any]:
+    """How to launch a CTA for each tile: ``per_sm`` of them at least, with this part of an SM's memory as shared."""
+    return {
+        "grid": (ctas, matrices, 1), "block": (THREADS, 1, 1), "min_blocks_per_mp": per_sm,
+        "preferred_smem_carveout": shared_percent, "stream": stream,
+    }  # fmt: skip
+
+
 def allocate_codes(smem: SmemAllocator) -> Any:
     """Shared memory for the column codes of a tile: 8-byte chunks of each column."""
     return smem.allocate_tensor(Int64, cute.make_layout((STRIPS, BLOCK)), 16)
@@ -201,6 +209,14 @@ def transpose(values, factors, element: cutlass.Constexpr[str], s_codes):
             column = 2 * w + half
             found = to_codes(columns[half].load(), factors[column], element)
             s_codes[strip ^ group, group * VECTOR + column] = cute.recast_tensor(found, Int64)[0]
+
+
+def transposed_bytes(words: list[Any]) -> list[Any]:
+    """The transpose of 4 x 4 bytes, a word per row."""
+    prmt = cute.arch.prmt
+    low = [prmt(words[i], words[i + 1], 0x5140) for i in (0, 2)]  # columns 0 and 1 of two rows
+    high = [prmt(words[i], words[i + 1], 0x7362) for i in (0, 2)]
+    return [prmt(*pair, selector) for pair in (low, high) for selector in (0x5410, 0x7632)]
 
 
 @cute.jit
@@ -316,9 +332,8 @@ class QuantizeRows(_Tiles):
     def __call__(self, x, index, offsets, codes, scale, codes_t, scale_t, tiles, rows, least, stream):
         blocks = cute.ceil_div(x.shape[1], BLOCK)
         self.kernel(x, index, offsets, codes, scale, codes_t, scale_t, rows, least, blocks).launch(
-            grid=(tiles * blocks, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT, stream=stream,
-        )  # fmt: skip
+            **on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT)
+        )
 
     @cute.kernel
     def kernel(self, x, index, offsets, codes, scale, codes_t, scale_t, rows, least, blocks):
@@ -438,9 +453,8 @@ class QuantizeWeight(_Tiles):
         experts, lines, columns = weight.shape
         high, wide = cute.ceil_div(lines, BLOCK), cute.ceil_div(columns, BLOCK)
         self.kernel(weight, codes, scale, codes_t, scale_t, least, high, wide).launch(
-            grid=(experts * high * wide, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT, stream=stream,
-        )  # fmt: skip
+            **on_tiles(experts * high * wide, stream, CTAS_PER_SM, SHARED_PERCENT)
+        )
 
     @cute.kernel
     def kernel(self, weight, codes, scale, codes_t, scale_t, least, high, wide):

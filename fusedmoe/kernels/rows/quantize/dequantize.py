@@ -19,7 +19,7 @@ from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.device.codes import CODES
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel
-from fusedmoe.kernels.rows.quantize.blocks import THREADS
+from fusedmoe.kernels.rows.quantize.blocks import THREADS, on_tiles
 
 UNIT = 16  # codes
 CTAS_PER_SM = 4
@@ -110,9 +110,8 @@ class Dequantize(_Units):
     def __call__(self, codes, scale, out, stream):
         units = out.shape[1] // UNIT
         self.kernel(codes, scale, out, units).launch(
-            grid=(cute.ceil_div(out.shape[0] * units, THREADS), 1, 1), block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM, preferred_smem_carveout=0, stream=stream,
-        )  # fmt: skip
+            **on_tiles(cute.ceil_div(out.shape[0] * units, THREADS), stream, CTAS_PER_SM, 0)
+        )
 
     @cute.kernel
     def kernel(self, codes, scale, out, units):
@@ -139,9 +138,8 @@ class DequantizeTransposed(_Units):
     def __call__(self, codes, scale, out, stream):
         wide = cute.ceil_div(out.shape[1], TILE_LINES)
         self.kernel(codes, scale, out, wide).launch(
-            grid=(cute.ceil_div(out.shape[0], TILE_CODES) * wide, 1, 1), block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM, preferred_smem_carveout=SHARED_PERCENT, stream=stream,
-        )  # fmt: skip
+            **on_tiles(cute.ceil_div(out.shape[0], TILE_CODES) * wide, stream, CTAS_PER_SM, SHARED_PERCENT)
+        )
 
     @cute.kernel
     def kernel(self, codes, scale, out, wide):

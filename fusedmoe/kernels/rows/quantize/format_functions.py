@@ -23,8 +23,7 @@ from fusedmoe.numerics.formats.format import E2M1, Format, ScaleRule, column_blo
 TILE = 128
 _EXPONENT = ~0x7FFFFF  # the bits of fp32 without those of the mantissa
 PADDING = 16  # rows to a multiple of which `Magnitudes` pads those of an expert
-Form = tuple[Tensor, Tensor | None]
-"""Codes as bytes; and scales as bytes, None for given factors."""
+Form = tuple[Tensor, Tensor | None]  # codes as bytes; and scales as bytes, None for given factors
 
 
 def bind_magnitudes(

@@ -50,6 +50,7 @@ from fusedmoe.kernels.rows.quantize.blocks import (
     WORDS,
     largest_magnitudes,
     load_tile,
+    on_tiles,
     rows_of_tile,
 )
 from fusedmoe.numerics.formats.format import Format, ScaleRule, column_block
@@ -323,27 +324,9 @@ class QuantizeFormat(_Tiles):
         blocks = cute.ceil_div(x.shape[2], TILE)
         matrices = 1 if const_expr(self.sorted or self.gathered) else x.shape[0]
         self.kernel(
-            x,
-            index,
-            offsets,
-            codes,
-            scale,
-            factors,
-            random,
-            codes_t,
-            scale_t,
-            factors_t,
-            random_t,
-            experts_max,
-            rows,
-            blocks,
-        ).launch(
-            grid=(tiles * blocks, matrices, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT,
-            stream=stream,
-        )
+            x, index, offsets, codes, scale, factors, random, codes_t, scale_t, factors_t, random_t, experts_max,
+            rows, blocks,
+        ).launch(**on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT, matrices))  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -635,11 +618,7 @@ class Magnitudes(_Tiles):
         blocks = cute.ceil_div(x.shape[2], TILE)
         matrices = 1 if const_expr(self.sorted or self.gathered) else x.shape[0]
         self.kernel(x, index, offsets, rows_max, columns_max, experts_max, rotated_max, rows, blocks).launch(
-            grid=(tiles * blocks, matrices, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT,
-            stream=stream,
+            **on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT, matrices)
         )
 
     @cute.kernel

@@ -28,21 +28,15 @@ from fusedmoe.kernels.rows.quantize.blocks import (
     SHARED_PERCENT,
     STRIP,
     STRIPS,
-    THREADS,
     fake_codes,
     fake_scale,
     load_tile,
+    on_tiles,
+    transposed_bytes,
     write_columns,
 )
 
 WORD = 4  # codes per register
-
-
-@cute.jit
-def columns_of(rows):
-    """The columns of 4 x 4 codes, from their rows."""
-    of_pairs = [[cute.arch.prmt(rows[i], rows[i + 1], order) for i in (0, 2)] for order in (0x5140, 0x7362)]
-    return [cute.arch.prmt(*pair, order) for pair in of_pairs for order in (0x5410, 0x7632)]
 
 
 @dataclass(frozen=True)
@@ -67,9 +61,8 @@ class TransposeCodes(WarpKernel):
         experts, lines, columns = codes.shape
         high, wide = cute.ceil_div(lines, BLOCK), cute.ceil_div(columns, BLOCK)
         self.kernel(codes, scale, codes_t, scale_t, high, wide).launch(
-            grid=(experts * high * wide, 1, 1), block=(THREADS, 1, 1), min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT, stream=stream,
-        )  # fmt: skip
+            **on_tiles(experts * high * wide, stream, CTAS_PER_SM, SHARED_PERCENT)
+        )
 
     @cute.kernel
     def kernel(self, codes, scale, codes_t, scale_t, high, wide):
@@ -88,7 +81,7 @@ class TransposeCodes(WarpKernel):
         rows = load_tile(codes[expert, None, None], None, first, valid, block * GROUPS + group)
         words = [cute.recast_tensor(values, Int32) for values in rows]
         for w in cutlass.range_constexpr(VECTOR // WORD):
-            halves = [columns_of([words[i + k][w] for k in range(WORD)]) for i in range(0, STRIP, WORD)]
+            halves = [transposed_bytes([words[i + k][w] for k in range(WORD)]) for i in range(0, STRIP, WORD)]
             for k in cutlass.range_constexpr(WORD):
                 chunk = cute.make_rmem_tensor((2,), Int32)
                 chunk[0], chunk[1] = halves[0][k], halves[1][k]

@@ -17,19 +17,11 @@ from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.device.warps import VECTOR, WarpKernel, fake_vector
 from fusedmoe.kernels.rows.quantize.blocks import BLOCK as TILE
-from fusedmoe.kernels.rows.quantize.blocks import GROUPS, STRIP, STRIPS, THREADS, UNIT, rows_of_tile
+from fusedmoe.kernels.rows.quantize.blocks import GROUPS, STRIP, STRIPS, UNIT, on_tiles, rows_of_tile, transposed_bytes
 from fusedmoe.kernels.rows.quantize.formats import CTAS_PER_SM, SHARED_PERCENT, store_chunks
 
 PER_UNIT = UNIT // STRIP  # chunks that a thread stores at once
 HALF = 4  # bytes of a word
-
-
-def transposed(words: list[Any]) -> list[Any]:
-    """The transpose of 4 x 4 bytes, a word per row."""
-    prmt = cute.arch.prmt
-    low = [prmt(words[i], words[i + 1], 0x5140) for i in (0, 2)]  # columns 0 and 1 of two rows
-    high = [prmt(words[i], words[i + 1], 0x7362) for i in (0, 2)]
-    return [prmt(*pair, selector) for pair in (low, high) for selector in (0x5410, 0x7632)]
 
 
 @dataclass(frozen=True)
@@ -57,11 +49,7 @@ class TransposeRows(WarpKernel):
     def __call__(self, codes, codes_t, offsets, tiles, rows, stream):
         blocks = cute.ceil_div(codes.shape[1], TILE)
         self.kernel(codes, codes_t, offsets, rows, blocks).launch(
-            grid=(tiles * blocks, 1, 1),
-            block=(THREADS, 1, 1),
-            min_blocks_per_mp=CTAS_PER_SM,
-            preferred_smem_carveout=SHARED_PERCENT,
-            stream=stream,
+            **on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT)
         )
 
     @cute.kernel
@@ -86,8 +74,8 @@ class TransposeRows(WarpKernel):
 
         s_codes = SmemAllocator().allocate_tensor(Int64, cute.make_layout((STRIPS, TILE)), 16)
         for half in cutlass.range_constexpr(2):  # of the columns
-            upper = transposed([words[2 * i + half] for i in range(HALF)])
-            lower = transposed([words[2 * (HALF + i) + half] for i in range(HALF)])
+            upper = transposed_bytes([words[2 * i + half] for i in range(HALF)])
+            lower = transposed_bytes([words[2 * (HALF + i) + half] for i in range(HALF)])
             for c in cutlass.range_constexpr(HALF):
                 chunk = cute.make_rmem_tensor((2,), Int32)
                 chunk[0], chunk[1] = upper[c], lower[c]

@@ -539,10 +539,8 @@ class Epilogue:
         return sum(output.boxes_of(self.formula, steps) for output in self.outputs)
 
 
-PLAIN = Epilogue(Formula(), (Result(),))
-"""``(acc + bias) * row_scale``."""
-PLAIN_FP32 = Epilogue(Formula(), (Result(),), fp32=True)
-"""The same, unrounded."""
+PLAIN = Epilogue(Formula(), (Result(),))  # ``(acc + bias) * row_scale``
+PLAIN_FP32 = Epilogue(Formula(), (Result(),), fp32=True)  # the same, unrounded
 
 
 def activation(

@@ -58,10 +58,8 @@ Family = Literal[
 ]  # fmt: skip
 WGRADS: dict[str | None, Family] = {None: "wgrad", "a": "wgrad_gathered_a", "b": "wgrad_gathered_b"}
 """The families of a weight gradient, by the gathered operand."""
-RAGGED_K: frozenset[Family] = frozenset((*WGRADS.values(), "fp8_wgrad"))
-"""The families of all weight gradients."""
-GATHERED = "_gathered"
-"""Suffix of a family in `Problem.coarse`: a ragged M product of gathered rows."""
+RAGGED_K: frozenset[Family] = frozenset((*WGRADS.values(), "fp8_wgrad"))  # the families of all weight gradients
+GATHERED = "_gathered"  # suffix of a family in `Problem.coarse`: a ragged M product of gathered rows
 
 PP_192 = TileConfig(128, 192, 2, 1, pingpong=True)
 PP_128 = TileConfig(128, 128, 2, 1, pingpong=True)

@@ -60,8 +60,7 @@ class Product:
         return 2.0 * self.problem.rows * self.problem.columns * self.problem.depth
 
 
-Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig, float]"]
-"""Type of `measure`."""
+Measure = Callable[[Mlp, Product, int, Callable[[str], None]], "dict[TileConfig, float]"]  # type of `measure`
 
 
 def products(mlp: Mlp, sms: int) -> tuple[Product, ...]:
