@@ -18,9 +18,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Decline rows, a weight or a bias with strides that the kernels cannot read. Leave a call without rows to plain
-    PyTorch.
-    """
+    """Decline operands with strides that the kernels cannot read. Leave a call without rows to plain PyTorch."""
     some_rows(x.shape[0])
     matrix("x", x)
     matrix("the weight", weight, transposed=True)
@@ -46,9 +44,7 @@ def main_grad(grad: Tensor) -> Tensor:
 
 
 def gradient(grad: Tensor) -> None:
-    """Decline a gradient that is a tensor subclass. Leave a call without rows to plain PyTorch. `on_readable` handles
-    the strides.
-    """
+    """Decline a tensor subclass. Leave a call without rows to plain PyTorch. `on_readable` handles the strides."""
     some_rows(grad.shape[0])
     plain("the gradient", grad)
 

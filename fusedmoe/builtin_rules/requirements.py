@@ -97,9 +97,7 @@ def check_bf16(ctx: PlanContext, operands: str, *values: str) -> None:
 
 
 def check_row_scale(ctx: PlanContext, factor: str) -> int:
-    """Decline a row scale that the kernels cannot read. Return the launches that convert it, since GEMM kernels read it
-    in fp32; 0 for a chain without one.
-    """
+    """Decline a row scale that the kernels cannot read. Return the launches that convert it to fp32."""
     if not ctx.exists(factor):
         return 0
     dtype = ctx.dtype(factor)

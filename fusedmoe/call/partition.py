@@ -355,9 +355,7 @@ def _nodes(members: Sequence[Member]) -> list[Node]:
 
 
 def _grouped(members: Sequence[Member], divided: bool) -> list[list[Member]]:
-    """Return the members of each part: neighbouring ops together, any other module alone. ``divided`` is as in
-    `Partition`.
-    """
+    """Return the members of each part: neighbouring ops, or any other module alone. ``divided``: see `Partition`."""
     groups: list[list[Member]] = []
     for member in members:
         before = groups[-1][-1] if groups else None

@@ -177,9 +177,7 @@ def _parts(model: nn.Module, tokens: int) -> Iterator[tuple[str, nn.Module, _Out
 
 
 def _router_of(model: nn.Module, name: str, module: nn.Module, explanation: Explanation | None) -> tuple[str, str]:
-    """Return `ExplainedModules.router`, the class of the router in an `MoE` or of one next to experts, and the reason
-    why it is the model's own.
-    """
+    """Return `ExplainedModules.router`, for an `MoE` or a router next to experts, and why it is the model's."""
     ops = {op.rpartition(".")[2] for step in explanation.steps for op in step.ops} if explanation is not None else {}
     if "GroupedLinear" not in ops or "Router" in ops:
         return "", ""

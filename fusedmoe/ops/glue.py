@@ -22,9 +22,7 @@ from fusedmoe.ops.quantize import WeightQuantization
 
 
 class Glue:
-    """A step in plain PyTorch that belongs to no op; ``gathers``, ``quantizes``, ``packs``, ``zeroes_tail``,
-    ``launches`` as for `Op`.
-    """
+    """A step in plain PyTorch that belongs to no op; its attributes are as for `Op`."""
 
     needs: tuple[str, ...] = ("input",)  # the values that `compute` takes, in order
     gives: tuple[str, ...] = ("output",)  # the values that it returns
@@ -71,9 +69,7 @@ class Derive(Glue):
 
 
 class DeriveOffsets(Derive):
-    """``offsets[e] = splits[0] + ... + splits[e]``, at most the number of rows: ``splits`` (E,) integers, ``rows``
-    (R, ...), ``offsets`` (E,) int32.
-    """
+    """``offsets[e] = splits[0] + ... + splits[e]``, at most the rows R: integers (E,) to int32 (E,)."""
 
 
 def derive(derived: Derived, taker: str) -> Derive:

@@ -500,9 +500,7 @@ class RouterWeightGrad(BackwardOp):
 
 
 class DRouter(BackwardOp):
-    """``dx = dy + dlogits @ weight``, in fp32 (fp64 for fp64 tokens): dy is the gradient of the rows that the router
-    passes on.
-    """
+    """``dx = dy + dlogits @ weight``, in fp32 (fp64 for fp64 tokens): dy is the gradient of the passed rows."""
 
     needs: tuple[str, ...] = ("grad_output", "grad_logits", "weight")
     launches = 4

@@ -55,9 +55,7 @@ def experts_beside(
 
 
 def _own_and_others(expert_parallel: ExpertParallel, tokens: int) -> tuple[slice, dict[int, slice]]:
-    """Return the places of this rank's tokens, and of those of other ranks, by the numbers of the ranges of their rows:
-    see `functions.bind_row_ranges`.
-    """
+    """Return the places of this rank's tokens and, by numbers of `bind_row_ranges`, of those of other ranks."""
     each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
     own = slice(rank * each, (rank + 1) * each)
     others = {1: slice(0, own.start), 2: slice(own.stop, tokens)}
@@ -163,9 +161,7 @@ class Returns:
             self._over_ranks = bind_sum_over_ranks(rows.new_empty(every, rows.shape[1]), ranks, tokens)
 
     def of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, *like: Tensor) -> Tensor:
-        """Return the sums for other ranks' tokens, in their places of parts (P*N, H), for an exchange of these and of
-        tensors like ``like``.
-        """
+        """Return the sums for other ranks' tokens, in parts (P*N, H), for an exchange of these and of ``like``."""
         parts = self.engine.room([self._parts, *like], rows.device)[0]
         for there, total in self._sums:
             total(rows, row_of_slot[there], scale, None, parts[there])

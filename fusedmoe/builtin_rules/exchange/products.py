@@ -213,9 +213,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
 class DgradActivationOfArrivingGradients(
     OnSm90, FusionRule, name="sm90.dgrad_activation_of_arriving_gradients", direction="backward"
 ):
-    """The gradients of the second layer and of the activation, for the tokens of all ranks: this rank's own while those
-    of the others arrive.
-    """
+    """The gradients of the second layer and of the activation: of this rank's tokens while others arrive."""
 
     dback: DReturnTokens
     dcombine: DCombine

@@ -53,9 +53,7 @@ def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool =
 
 
 def check_operand(ctx: PlanContext, name: str, block: Block, what: str, *, gradient: bool = False) -> QuantizedSpec:
-    """Decline an operand that is not in E4M3 or, if it is a gradient, E5M2, with scales for blocks of this size. Return
-    its spec.
-    """
+    """Return an operand's spec. Decline one not in E4M3 or, for a gradient, E5M2, or with other blocks."""
     spec = ctx.spec(name)
     require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
     assert isinstance(spec, QuantizedSpec)

@@ -124,9 +124,7 @@ class LinearInputGradientActivation(OnSm90, FusionRule, name="sm90.linear_dgrad_
 
 
 class LinearWeightGradient(OnSm90, FusionRule, name="sm90.linear_wgrad", direction="backward"):
-    """``dW = dy.T @ x``. For `LinearWgradIntoMainGrad`, the kernel adds it, unrounded, to the weight's fp32
-    ``main_grad``.
-    """
+    """``dW = dy.T @ x``. For `LinearWgradIntoMainGrad`, the kernel adds it, unrounded, to the fp32 ``main_grad``."""
 
     wgrad: LinearWgrad | LinearWgradIntoMainGrad
 
@@ -192,9 +190,7 @@ def _all_of(rows: Tensor) -> Callable[[], Tensor]:
 
 
 def _counted_in(dy: Tensor, offsets: Tensor | None) -> Callable[[Tensor | None], Tensor]:
-    """Return a function of the chain's offsets that returns those of one group with the rows of all experts, or with
-    all rows if the chain has no splits.
-    """
+    """Return a function of the chain's offsets: those of one group with all experts' rows; without splits, all rows."""
     if offsets is None:
         of_all_rows = _all_of(as_matrix(dy))
         return lambda _: of_all_rows()

@@ -107,9 +107,7 @@ def bind_forms(
 def bind_weight_forms(
     weight: Tensor, quantizer: Quantizer, axes: Sequence[int], training: bool = False
 ) -> Callable[..., Forms]:
-    """As `bind_forms`, for weights (E, N, K) or (N, K) with unit stride in K or in N: a function of the weight and, for
-    delayed scaling, a step.
-    """
+    """As `bind_forms`, of (weight, step=None), for (E, N, K) or (N, K) with unit stride in K or in N."""
     if weight.stride(-1) == 1:
         run = bind_forms(weight, quantizer, axes, training=training)
         return lambda weight, step=None: run(weight, step=step)

@@ -29,9 +29,7 @@ LAUNCHES_ON_SLOTS = 2  # of the packed rows of slots
 
 
 class PackedGemmCombine(OfPacked, FusionRule, name="sm100.grouped_gemm_combine", direction="forward"):
-    """``y[t] = sum over k of w[row] * (x[row] @ weight[e].T + bias[e])``. The rows are rounded to bf16 before the sum,
-    which is in fp32.
-    """
+    """``y[t] = sum over k of w[row] * (x[row] @ weight[e].T + bias[e])``, in fp32 of rows rounded to bf16."""
 
     fc: GroupedLinear
     combine: Combine

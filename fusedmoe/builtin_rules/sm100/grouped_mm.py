@@ -69,9 +69,7 @@ def _check(ctx: PlanContext, fc: Op, *operands: str) -> None:
 
 
 def _bind(rows: Tensor, matrices: Tensor, offsets: Tensor) -> Run:
-    """Return a function of rows (R, K), matrices (E, K, N) and offsets: the product, with zeros after the last expert's
-    rows.
-    """
+    """Return the product of rows (R, K), matrices (E, K, N) and offsets, with zeros after the last expert's rows."""
     guards.some_rows(rows.shape[0])
     guards.plain("the rows", rows)
     guards.plain("the weight", matrices)

@@ -82,9 +82,7 @@ class GatheredPackedQuantizeGradient(
 
 
 class PackedQuantizeWeight(OnSm100, FusionRule, name="sm100.quantize_weight", direction="forward"):
-    """Codes and scales of a layer's weight in the packed layout, in the forms that are read, cached until the weight
-    changes.
-    """
+    """Codes and scales of a layer's weight in the packed layout, cached until the weight changes."""
 
     quantize: QuantizeWeight
 
@@ -128,9 +126,7 @@ _AXES = {"quantize.output:packed": -1, "quantize.output:packed_columns": -2}
 def _bind_forms(
     ctx: PlanContext, quantizer: Quantizer | None, made: str, x: Tensor, offsets: Tensor, *index: Tensor
 ) -> Run:
-    """Return a function of tensors like these, which returns the tensors of the forms of the value ``made`` that are
-    read.
-    """
+    """Return a function of tensors like these: the tensors of the forms of the value ``made`` that are read."""
     assert quantizer is not None, "otherwise there is no step"
     rows, columns = (f"{made}:{form}" in ctx.keep for form in ("packed", "packed_columns"))
     halves = is_halved(ctx, f"{made}:packed")

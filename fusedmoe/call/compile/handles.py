@@ -168,9 +168,7 @@ def handle_of(chain: Chain, options: KernelOptions) -> str | None:
 
 
 def _changes_state(chain: Chain, recipe: Recipe) -> bool:
-    """Whether a call changes more than it returns: a ``main_grad``, the state of a random number generator, or an
-    amax history.
-    """
+    """Whether a call changes more than it returns: a ``main_grad``, a random generator, or an amax history."""
     if any(node.op.draws_random or getattr(node.op, "accumulate_into_main_grad", False) for node in chain.nodes):
         return True
     return any(quantizer.delayed is not None for quantizer in chain.rewritten(recipe).all_quantizers)

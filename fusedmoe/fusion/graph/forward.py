@@ -121,9 +121,7 @@ class Graph:
         return {name: [p.label for p in self.forward if name in p.values.values()] or outside for name in self.inputs}
 
     def _places_along(self, rows: Sequence[str], gradients: Sequence[str]) -> tuple[Place, ...]:
-        """Return the places of all ops. ``rows`` are the rows before and after each op, and ``gradients`` the values
-        that their gradients are named after.
-        """
+        """Return the places of all ops, between these rows; ``gradients`` are named after these values."""
         scope, sorted_rows = self._scope, self._sorted_rows
         takers = {**sorted_rows, **first_takers_of_offsets(self.nodes)}
         if 0 in sorted_rows:
@@ -318,9 +316,7 @@ def _values_along(nodes: Sequence[Node], passes: str) -> list[str]:
 
 
 def _weight_quantizations(nodes: Sequence[Node]) -> list[Place]:
-    """Return the glue of quantized weights: of each op that requests it for the linear layer after it, and of each
-    layer that stores its weight quantized.
-    """
+    """Return the glue of weights that ops request to be quantized, or that layers store quantized."""
     found: dict[str, Place] = {}
     for i, (label, op) in enumerate(nodes):
         if op.quantizes_weight is None:

@@ -47,9 +47,7 @@ class Scope:
         self._of_ops.update(values.values())
 
     def provided_with(self, name: str, other: str) -> str | None:
-        """Return the value that a name meant when an op provided the value that ``other`` means here; None if the same
-        op did not provide both.
-        """
+        """Return the value of a name where an op provided ``other``; None if that op did not provide both."""
         value = self._values.get(other, other).removesuffix(other) + name
         return value if value in self._of_ops else None
 
@@ -66,9 +64,7 @@ class Scope:
         return self._values[DERIVED[name].source]
 
     def checked(self, name: str, rows_value: str, taker: str) -> str | None:
-        """Return the checked form of a runtime input that indexes rows; None for other inputs, and for those that an op
-        provides.
-        """
+        """Return the checked form of a runtime input that indexes rows; None for any other value."""
         of_caller = name not in self._provided and self._values.get(name, name) == name
         return self._derived(CHECKED[name], rows_value, taker) if name in CHECKED and of_caller else None
 

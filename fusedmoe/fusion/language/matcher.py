@@ -39,9 +39,7 @@ class Mismatch:
 
 
 def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Match] | Mismatch:
-    """Match a pattern at a position. Return every match, the longest first, or the farthest mismatch, by
-    `Mismatch.shared` and then by `Mismatch.matched`.
-    """
+    """Match a pattern at a position: all matches, longest first, or the farthest mismatch by shared, then matched."""
     first, item = slots[0], items[start] if start < len(items) else None
     if not first.optional and type(item) not in first.types:  # most rules, at most positions
         return _mismatch(0, 0, first, item)

@@ -72,9 +72,7 @@ def argument_names(graph: Graph, kept: Collection[str]) -> set[str]:
 def gradient_program(
     graph: Graph, arguments: Sequence[SpecLike | None], wanted: Sequence[bool], kept: Collection[str]
 ) -> GradientProgram:
-    """Return the program of the wanted gradients, for arguments with these specs. Derived values that are kept are not
-    computed again.
-    """
+    """Return the program of the wanted gradients. Derived values that are kept are not computed again."""
     names = graph.arguments
     if not set(graph.random_states) <= {*kept}:
         raise SecondOrderError(

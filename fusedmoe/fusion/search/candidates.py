@@ -244,18 +244,14 @@ class DirectionSearch:
         return self.search.costs.step_us(values * 2, Dequantize.launches * len(values))
 
     def _passes_us(self, place: Place) -> float:
-        """Return the time of the passes over the values in which plain PyTorch quantizes to a format with two levels of
-        scales.
-        """
+        """Return the time in which plain PyTorch quantizes values to a format with two levels of scales."""
         quantizer = place.item.quantizes
         if quantizer is None or not quantizer.format.tensor_scale or not place.step.gives:
             return 0.0
         return self.search.costs.step_us([dequantized(place.step.gives[0])] * _PASSES, 0)
 
     def _skip(self, i: int, place: Place) -> Candidate:
-        """Return the candidate that leaves out a place, all of whose values are rows of other values, or forward values
-        that may be kept.
-        """
+        """Return the candidate that leaves out a place whose values are rows of others, or may be kept."""
         inside = frozenset(place.makes)
         return Candidate(
             start=i, end=i + 1, step=Step(needs=(), gives=()), cost_us=0.0, reads=(), inside=inside, skips=True
@@ -401,9 +397,7 @@ def _exchanges(rule: type[FusionRule]) -> bool:
 
 
 def _unsupported(rule: FusionRule, ctx: PlanContext, formats: Sequence[str]) -> tuple[str, Exemption] | None:
-    """Return why the rule has no kernel for these formats of operands, or for those that its ops quantize to; None if
-    it has one.
-    """
+    """Return why the rule has no kernel for the formats of these operands or results; None if it has one."""
     if formats and not (rule.takes_quantized or rule.quantized_only):
         return f"takes no {' and '.join(formats)} operands", Exemption.UNQUANTIZED
     try:

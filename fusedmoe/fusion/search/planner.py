@@ -223,9 +223,7 @@ class _Planner:
         return PlannedSpan(search.direction, c.start, step, places, moves, extra_bytes)
 
     def _glue(self, direction: Direction, places: Sequence[Place], read: Collection[str] = ()) -> list[PlannedSpan]:
-        """Return the steps of pieces of glue, each by the cheapest rule or in plain PyTorch. ``read`` are the quantized
-        forms that are read.
-        """
+        """Return the steps of glue, each by the cheapest rule or in plain PyTorch; ``read``: forms that are read."""
         if not places:
             return []
         search = DirectionSearch(direction, places, (), {}, self._search)

@@ -280,9 +280,7 @@ def _why_not(router: Any, held: Routed, x: Tensor) -> str:
 
 
 def _with_experts(module: Any, held: Routed, x: Tensor) -> tuple[Sequential, dict[str, Tensor | None]] | None:
-    """Return the chain of a router and its experts, and the experts' parameters; None unless a call of the experts
-    would do nothing else.
-    """
+    """Return the chain of router and experts, with parameters; None if a call of the experts would do more."""
     if module.__dict__.get(ROUTER) is not held or not held.runs_here(module):
         return None
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

@@ -115,9 +115,7 @@ _tile_counters: dict[torch.device, TileCounters] = {}
 
 
 def tile_counters(device: torch.device) -> TileCounters | None:
-    """Return the tile counters of a GPU. None if there are none yet and a CUDA graph is being captured: it would own
-    their memory.
-    """
+    """Return the tile counters of a GPU. None if a CUDA graph that is being captured would own their memory."""
     found = _tile_counters.get(device)
     if found is None and not torch.cuda.is_current_stream_capturing():
         found = _tile_counters.setdefault(device, TileCounters(device))

@@ -595,9 +595,7 @@ def with_strides(scale: Tensor) -> Tensor:
 
 
 def has_strides(scale: Tensor) -> bool:
-    """Whether the kernels can read scales: unit stride along M, pitches of whole vectors, no gap between experts.
-    Scales per expert are contiguous.
-    """
+    """Whether kernels can read scales: contiguous per expert; else unit stride along M, whole vectors, no gaps."""
     if scale.dim() == 1:
         return scale.is_contiguous()
     *experts, line, pitch = scale.stride()

@@ -55,9 +55,7 @@ def moving_rows() -> list[WarpKernel]:
 
 
 def activations(*agains: bool) -> list[WarpKernel]:
-    """Return the kernels of SwiGLU apart from products, which Blackwell runs too. ``agains``: whether the backward ones
-    compute the activation again.
-    """
+    """Return the kernels of SwiGLU apart from products; ``agains``: whether backward ones recompute its result."""
     kernels: list[WarpKernel] = []
     for scale in (None, "fp32"):
         kind = "bf16", "swiglu", False, False, scale

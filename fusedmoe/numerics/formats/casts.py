@@ -95,9 +95,7 @@ def unpack(packed: Tensor, length: int) -> Tensor:
 
 
 def random_bytes(shape: Sequence[int], device: torch.device, generator: torch.Generator | None = None) -> Tensor:
-    """Return random bits for `to_codes`: uint8. They are drawn as integers of 64 bits, which takes an eighth of the
-    draws.
-    """
+    """Return random uint8 bits for `to_codes`, drawn as integers of 64 bits, which takes an eighth of the draws."""
     count = math.prod(shape)
     words = torch.empty(-(-count // 8), dtype=torch.int64, device=device).random_(-(2**63), None, generator=generator)
     return words.view(torch.uint8)[:count].view(*shape)

@@ -60,9 +60,7 @@ def _sum(routes: _Routes, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Send(torch.autograd.Function):
-    """`_send` of several tensors, in order, each with its ``wire``. It and `_Sum` are each other's gradients: that of
-    rounding is the identity.
-    """
+    """`_send` of several tensors, each with its ``wire``; `_Sum` is its gradient, since rounding's is the identity."""
 
     @staticmethod
     def forward(ctx: Any, routes: _Routes, wires: Sequence[torch.dtype | None], *tensors: Tensor) -> tuple[Tensor, ...]:

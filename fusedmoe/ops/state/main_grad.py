@@ -42,9 +42,7 @@ def main_grad_of(op: _HasWeight) -> Tensor:
 
 
 def main_grad_bytes(op: _HasWeight) -> int:
-    """Return the bytes that an addition to ``main_grad`` reads and writes, less those of the gradient itself; 0 if the
-    op has no weight of its own.
-    """
+    """Return the bytes that an addition to ``main_grad`` moves, less those of the gradient; 0 without a weight."""
     weight: nn.Parameter | None = op.weight
     if weight is None:
         return 0

@@ -207,9 +207,7 @@ class Route(WarpKernel):
 
     @cute.jit
     def add_counts(self, loaded, counts, s_total, s_start, chunk, thread, experts):
-        """Add each expert's counts to ``s_total``, and those of earlier chunks to ``s_start``; ``loaded`` has the first
-        of the thread's counts.
-        """
+        """Add counts, of which ``loaded`` has the first, to ``s_total``, and those of earlier chunks to ``s_start``."""
         vectors = (experts + QUAD) // QUAD
         row = thread // vectors
         vector = thread - row * vectors

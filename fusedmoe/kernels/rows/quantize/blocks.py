@@ -62,9 +62,7 @@ EXPERTS_PER_LANE = 4
 
 @cute.jit
 def largest_magnitudes(values, bias: cutlass.Constexpr[int]):
-    """The largest magnitudes of a thread's values, biased: of pairs of rows, and of pairs of columns. Third, the bits
-    that any of them has.
-    """
+    """A thread's largest biased magnitudes: of pairs of rows, of pairs of columns; and the bits that any has."""
     of_rows: list[Any] = []
     of_columns: list[Any] = []
     signs = Int32(0)

@@ -129,9 +129,7 @@ class DerivativeCodes(BlockOutput):
 
     @property
     def buffers(self) -> int:
-        """Buffers of 4 KiB: the codes by columns of a step, and one for magnitudes and factors. The codes by rows of a
-        warp are in the former.
-        """
+        """Of 4 KiB: the codes by columns of a step, or by rows of a warp, and one for magnitudes and factors."""
         return MOST_FORMS + 1
 
     def forms(self, formula) -> int:
@@ -142,9 +140,7 @@ class DerivativeCodes(BlockOutput):
         return self.forms(formula) > 0
 
     def scheduled_rows(self, rows, parameter):
-        """The rows of the form by columns. So the tail has enough tiles for the blocks that no expert has, whose
-        number depends on the splits.
-        """
+        """The rows of the form by columns: the tail has tiles for the blocks that no expert has, for any splits."""
         form = parameter.columns if self.columns else parameter.again
         return rows if form is None else form.codes.shape[1]
 
@@ -452,9 +448,7 @@ class Blocks:
 
     @cute.jit
     def over_rows(self, largest, lane):
-        """The largest of the 8 lanes that have other rows of the same columns: zero if all are NaN. A lane gets one of
-        its 4 pairs.
-        """
+        """One of 4 pairs: the largest of the 8 lanes that have other rows of the same columns; zero if all are NaN."""
         for step in cutlass.range_constexpr(2):
             bit, half = 16 >> step, len(largest) // 2
             upper = lane & bit != 0

@@ -377,9 +377,7 @@ class Output:
 
 
 class BlockOutput(Output, ABC):
-    """The last output of an epilogue that handles blocks of 128 rows, adjacent ones of a math warpgroup. It has the
-    code for all outputs.
-    """
+    """The last output of an epilogue of blocks of 128 adjacent rows of a warpgroup. It has the code for all outputs."""
 
     @property
     @abstractmethod
@@ -499,9 +497,7 @@ class RowScaleGradient(Output):
 
 
 def in_row_order(values: list[Any]) -> list[Any]:
-    """Values that alternate between a thread's two rows, in the order of `Gemm.row_of`: two of one row, two of the
-    other.
-    """
+    """Values of a thread's two rows in turn, in the order of `Gemm.row_of`: two of one row, two of the other."""
     return [values[v // 4 * 4 + (v % 4 // 2) + v % 2 * 2] for v in range(len(values))]
 
 
@@ -546,9 +542,7 @@ PLAIN_FP32 = Epilogue(Formula(), (Result(),), fp32=True)  # the same, unrounded
 def activation(
     kind: str, *, clamped: bool = False, interleaved: bool = False, keep: bool = False, result: Output | None = None
 ) -> Epilogue:
-    """``act(acc + bias) * row_scale``, as a `Result` or another output; with ``keep`` also the preactivation
-    ``acc + bias``.
-    """
+    """``act(acc + bias) * row_scale``, as a `Result` or another output; with ``keep`` also ``acc + bias``."""
     kept = (Preactivation(),) if keep else ()
     return Epilogue(Forward(kind, clamped, interleaved), (*kept, result or Result()))
 

@@ -134,9 +134,7 @@ class Scaled(Operands):
 
     @abstractmethod
     def factors(self, source, i: int, j: int, stage):
-        """Read the scales of the wave at block ``i`` of 64 rows and block ``j`` of 128 columns: all that `promote`
-        uses, since the stage is released before.
-        """
+        """Read the scales of the wave at 64 rows ``i`` and 128 columns ``j``: all that `promote` uses later."""
 
     @abstractmethod
     def from_stage(self, factors) -> list[Any]:

@@ -379,9 +379,7 @@ def schedule_ragged_m(
 
 @cute.jit
 def padded_rows(offsets: cute.Tensor, first: Int32, end: Int32, size: cutlass.Constexpr[int], lane: Int32) -> Int32:
-    """Rows of the experts from ``first`` to before ``end``, at most 32 of them, each rounded up to a multiple of
-    ``size``.
-    """
+    """Rows of the experts from ``first`` to before ``end``, at most 32, each rounded up to a multiple of ``size``."""
     _, count = expert_rows(offsets, Int32(0), first + lane, False, cute.size(offsets))
     if first + lane >= end:
         count = Int32(0)
