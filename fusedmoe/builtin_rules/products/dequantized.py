@@ -24,7 +24,7 @@ from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.kernels.torch.quantized_products import NATIVE, path
 from fusedmoe.numerics.formats import E2M1, Format, QuantizedSpec
 from fusedmoe.numerics.formats.format import column_block
-from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
+from fusedmoe.numerics.formats.groups import group_of, of_group, padded_ends
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
 
 LAUNCHES = 3  # without those on values per row or per expert
@@ -212,7 +212,7 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
 
     def bind(self, ctx: PlanContext, *tensors: Tensor) -> Run:
         accumulating = self.wgrad if isinstance(self.wgrad, WgradIntoMainGrad) else None
-        pair, num_rows = self.pair(ctx), ctx.spec("grad_output").shape[0]
+        pair = self.pair(ctx)
         block, scaled = column_block(pair.a), pair.scaled
         dy, x, (offsets_E,) = pair.split(tensors)
         assert offsets_E is not None
@@ -226,7 +226,7 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
         def run(*tensors: Tensor) -> Tensor | None:
             dy, x, (offsets_E,) = pair.split(tensors)
             assert offsets_E is not None
-            ends_E, factor_E = PaddedRows.of(offsets_E, num_rows, block).ends_E, pair.factor(dy, x)
+            ends_E, factor_E = padded_ends(offsets_E, block), pair.factor(dy, x)
             main_grad = None if accumulating is None else accumulating.main_grad()  # may differ in each call
             if main_grad is not None and factor_E is None:
                 guards.main_grad(main_grad)

@@ -34,9 +34,7 @@ class PaddedRows:
     @classmethod
     def of(cls, offsets_E: Tensor, num_rows: int, block: int) -> PaddedRows:
         """Return the layout of ``num_rows`` rows with these offsets."""
-        counts_E = offsets_E - _starts(offsets_E)
-        ends_E = ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
-        return cls(offsets_E, ends_E, num_rows, block)
+        return cls(offsets_E, padded_ends(offsets_E, block), num_rows, block)
 
     @property
     def num_padded(self) -> int:
@@ -66,6 +64,12 @@ class PaddedRows:
         place_R = row_R - _starts(self.offsets_E)[expert_R] + _starts(self.ends_E)[expert_R]
         tail_R = tail_mask(self.offsets_E, self.num_rows)
         return x_PK[place_R.clamp(max=self.num_padded - 1)].masked_fill_(tail_R[:, None], 0)
+
+
+def padded_ends(offsets_E: Tensor, block: int) -> Tensor:
+    """Return `PaddedRows.ends_E` for these offsets."""
+    counts_E = offsets_E - _starts(offsets_E)
+    return ((counts_E + block - 1) // block * block).cumsum(0, dtype=torch.int32)
 
 
 def _starts(ends_E: Tensor) -> Tensor:
