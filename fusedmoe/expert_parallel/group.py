@@ -35,6 +35,13 @@ class ExpertParallel:
     With P ranks and E experts, rank r has the experts ``r * E / P`` to ``(r + 1) * E / P - 1``. Each rank calls the
     layer with its own tokens, and gets the results of these tokens. All layers of a model can share one object.
 
+    An exchange is a collective: every rank must call the layer, forward and backward, in the same order, also a rank
+    without tokens. On all ranks, the same tensors must want gradients, and the settings, the dtypes and the number of
+    experts per token must be the same.
+
+    If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
+    constructor makes a gloo group of the same ranks: every rank of the group must call it.
+
     Parameters
     ----------
     group
@@ -78,15 +85,6 @@ class ExpertParallel:
         Whether all ranks may have the same experts, as copies of a dense MLP. If not, the ranks compare a few values in
         some exchanges, and raise an error if they are equal, since a wrapper that takes experts for replicas may have
         copied them. The ranks of ``"symmetric"`` do not compare them.
-
-    Notes
-    -----
-    An exchange is a collective: every rank must call the layer, forward and backward, in the same order, also a rank
-    without tokens. On all ranks, the same tensors must want gradients, and the settings, the dtypes and the number of
-    experts per token must be the same.
-
-    If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
-    constructor makes a gloo group of the same ranks: every rank of the group must call it.
     """
 
     def __init__(
@@ -146,10 +144,7 @@ class ExpertParallel:
     def local_experts(self, num_experts: int, who: str = _WHO) -> int:
         """Return the number of experts on each rank: E / P.
 
-        Raises
-        ------
-        InputError
-            E is not divisible by P.
+        Raises `InputError`: e is not divisible by P.
         """
         if num_experts % self.ranks:
             raise InputError(
@@ -174,10 +169,7 @@ class ExpertParallel:
         same call. A training loop can call `check` once per step, before the optimizer, on every rank. With
         ``overflow="drop"`` it never raises.
 
-        Raises
-        ------
-        InputError
-            The error names the rank with the largest number of rows over the limit, and that number.
+        Raises `InputError`: the error names the rank with the largest number of rows over the limit, and that number.
         """
         self.slots_without_row.check()
 

@@ -114,6 +114,13 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     divide it by W, the number of data-parallel ranks, and sum it over the W / P replicas of the shard. DDP gets the
     order to ignore the shards. Call the function before ``DistributedDataParallel(model)``, on every rank.
 
+    Every backward pass averages the gradient that it adds, also inside ``no_sync()``, so that gradients can be
+    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it. Parameters that are made or
+    unfrozen later, as by ``load_state_dict(assign=True)``, ``requires_grad_`` or LoRA on a layer of the model, get
+    their hooks in the next call of their layer. So do those of a copy of the model.
+
+    Raises `InputError`: a shard has no memory or is a DTensor, or the group does not fit.
+
     Parameters
     ----------
     model
@@ -121,18 +128,6 @@ def average_gradients(model: nn.Module, group: Any = None) -> None:
     group
         The data-parallel ranks: the process group that DDP gets, or a `DeviceMesh` of one dimension; None for the
         default group. It contains every group of P ranks as a whole.
-
-    Notes
-    -----
-    Every backward pass averages the gradient that it adds, also inside ``no_sync()``, so that gradients can be
-    accumulated in any way. ``weight.main_grad`` is not changed: its owner reduces it. Parameters that are made or
-    unfrozen later, as by ``load_state_dict(assign=True)``, ``requires_grad_`` or LoRA on a layer of the model, get
-    their hooks in the next call of their layer. So do those of a copy of the model.
-
-    Raises
-    ------
-    InputError
-        A shard has no memory or is a DTensor, or the group does not fit.
     """
     who = "average_gradients"
     found = _shards(MODULE(f"{who}: model", model))

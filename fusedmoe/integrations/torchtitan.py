@@ -78,16 +78,14 @@ class WithChain:
 class FusedGroupedExperts(WithChain, GroupedExperts):  # type: ignore[misc]
     """``y[r] = (silu(x[r] @ w1[e].T) * (x[r] @ w3[e].T)) @ w2[e].T`` for each row r of expert e.
 
+    The first product takes gate and up as one weight, ``torch.cat([w1, w3], dim=1)`` in bf16. Each call reads and
+    writes 4 E F D bytes for that copy. The copy is kept for the backward pass, unless activation checkpointing
+    recomputes it. The gradients of w1 and w3 are the halves of one tensor.
+
     Attributes
     ----------
     w1_EFD, w3_EFD, w2_EDF : Parameter
         Gate, up and down, with torchtitan's layouts. The local shard of a DTensor is used.
-
-    Notes
-    -----
-    The first product takes gate and up as one weight, ``torch.cat([w1, w3], dim=1)`` in bf16. Each call reads and
-    writes 4 E F D bytes for that copy. The copy is kept for the backward pass, unless activation checkpointing
-    recomputes it. The gradients of w1 and w3 are the halves of one tensor.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -103,22 +101,16 @@ class FusedGroupedExperts(WithChain, GroupedExperts):  # type: ignore[misc]
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """Run the experts of this rank in bf16, as torchtitan does for all dtypes of parameters and rows.
 
+        Returns (R, D) in x's dtype; zeros in rows that belong to no expert. Under tensor parallelism, a partial sum.
+
+        Raises `InputError`: a shape, dtype or device is wrong.
+
         Parameters
         ----------
         x_RD
             The rows, sorted by expert; R may exceed the sum of ``num_tokens_per_expert_E``.
         num_tokens_per_expert_E
             Rows per expert, (E,) integers on x's device. The host does not read them on a GPU.
-
-        Returns
-        -------
-        Tensor
-            (R, D) in x's dtype; zeros in rows that belong to no expert. Under tensor parallelism, a partial sum.
-
-        Raises
-        ------
-        InputError
-            A shape, dtype or device is wrong.
         """
         parameters = self.chain_parameters()
         y_RD = self.chain_for(parameters).forward_with(parameters, x_RD.bfloat16(), splits=num_tokens_per_expert_E)
@@ -136,11 +128,8 @@ class FusedGroupedExperts(WithChain, GroupedExperts):  # type: ignore[misc]
         Gradients are planned unless grad mode is off. As in `forward`, the weights are copied, and the local shard of a
         DTensor is used.
 
-        Raises
-        ------
-        InputError
-            A parameter is sharded over a mesh axis other than expert or tensor parallelism. FSDP gathers it when the
-            model is called, so its size in the call is unknown.
+        Raises `InputError`: a parameter is sharded over a mesh axis other than expert or tensor parallelism. FSDP
+        gathers it when the model is called, so its size in the call is unknown.
         """
         parameters = self.parameters_to_explain()
         weight = parameters["gate_up.weight"]
@@ -243,6 +232,8 @@ _GPT_OSS = ("torchtitan.models.gpt_oss.moe", "GptOssGroupedExperts.Config")
 def experts(config: Any, *, recipe: str | None = None) -> Any:
     """The override: return the configuration of the fused experts for torchtitan's.
 
+    Raises `InputError`: the configuration belongs to another class.
+
     Parameters
     ----------
     config
@@ -250,11 +241,6 @@ def experts(config: Any, *, recipe: str | None = None) -> Any:
         unchanged.
     recipe
         See `FusedGroupedExperts`.
-
-    Raises
-    ------
-    InputError
-        The configuration belongs to another class.
     """
     found = type(config)
     if found in (FusedGroupedExperts.Config, FusedGptOssGroupedExperts.Config):

@@ -63,6 +63,8 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
     ) -> Tensor:
         """Run the experts in bf16 on the tokens of this rank.
 
+        Returns (B, L, D) in x's dtype. Under tensor parallelism, a partial sum.
+
         Parameters
         ----------
         x_BLD
@@ -73,11 +75,6 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
             Integers; 0 to E - 1, of all ranks.
         num_local_tokens_per_expert_E
             Is not read.
-
-        Returns
-        -------
-        Tensor
-            (B, L, D) in x's dtype. Under tensor parallelism, a partial sum.
         """
         parameters = self.inner_experts.chain_parameters()
         y_TD = self.chain_for(parameters).forward_with(
@@ -139,6 +136,8 @@ def routed_experts(
 ) -> Any:
     """The override of experts and token dispatcher: return the configuration of `FusedRoutedExperts` for torchtitan's.
 
+    Raises `InputError`: the configuration, or that of its experts, belongs to another class.
+
     Parameters
     ----------
     config
@@ -148,11 +147,6 @@ def routed_experts(
         See `FusedGroupedExperts`.
     engine, max_tokens
         See `ExpertParallel`.
-
-    Raises
-    ------
-    InputError
-        The configuration, or that of its experts, belongs to another class.
     """
     if type(config) is FusedRoutedExperts.Config:
         return config

@@ -109,6 +109,12 @@ def from_te(sequential: Any) -> Sequential:
 def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any:
     """Convert a `Sequential` of grouped ops to a ``transformer_engine.pytorch.ops.Sequential``.
 
+    The parameters of the result are copies with the same dtype, device and ``requires_grad``. Its call takes the inputs of
+    each op in order: ``y = te(x, splits, probs, splits)``.
+
+    Raises `InputError`: ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer that has no
+    parameters, has a recipe, or is in fp64.
+
     Parameters
     ----------
     sequential
@@ -116,18 +122,6 @@ def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any
     glu_interleave_size
         Block size in which gate and up alternate in Transformer Engine: 32 for its fused kernels. None keeps the layout
         of ``sequential``.
-
-    Returns
-    -------
-    transformer_engine.pytorch.ops.Sequential
-        Its parameters are copies with the same dtype, device and ``requires_grad``. Its call takes the inputs of each
-        op in order: ``y = te(x, splits, probs, splits)``.
-
-    Raises
-    ------
-    InputError
-        ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer that has no parameters, has
-        a recipe, or is in fp64.
     """
     glu_interleave_size = POSITIVE_INTEGER.or_none()("to_te: glu_interleave_size", glu_interleave_size)
     import transformer_engine.pytorch.ops as te_ops

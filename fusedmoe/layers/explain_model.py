@@ -69,10 +69,7 @@ class ModelExplanation:
 
         An op without a fused kernel, such as a product of quantized operands, does not raise.
 
-        Raises
-        ------
-        FusionError
-            Also if no module runs on `fusedmoe`, or if the architecture has no kernels.
+        Raises `FusionError`: also if no module runs on `fusedmoe`, or if the architecture has no kernels.
         """
         if not self.groups:
             raise FusionError("strict: no module of this model runs on fusedmoe")

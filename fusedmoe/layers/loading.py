@@ -56,6 +56,9 @@ def load_experts(
     With expert parallelism, weights and biases are those of all E experts, of which the rank takes its own, or those
     of the rank's experts alone.
 
+    Raises `InputError`: an argument is missing, conflicts with another one, or has the wrong shape or dtype. The
+    message names the argument, the expert, the expected shape and the actual shape.
+
     Parameters
     ----------
     layer
@@ -75,12 +78,6 @@ def load_experts(
     interleaved
         Rows of ``gate_up`` alternate, gate first: ``gate_up[0::2]`` is the gate. The layer stores them in the order of
         its activation.
-
-    Raises
-    ------
-    InputError
-        An argument is missing, conflicts with another one, or has the wrong shape or dtype. The message names the
-        argument, the expert, the expected shape and the actual shape.
 
     Examples
     --------

@@ -27,6 +27,14 @@ class GroupedLoRA(Sequential):
     The `GroupedLinear` is frozen, and the low-rank update is trained. B is initialised with zeros, so that the update
     starts as zero.
 
+    Called like the layer: with rows (R, K) and ``splits=``. It is a `Sequential` of ``lora_A``, ``base_layer`` and
+    ``lora_B``. The layer keeps its fused kernels, except fusion with the activation after it, since the update comes
+    between the two. Its weight gradient is computed only if the weight requires one. A recipe quantizes only the layer,
+    not A, B and the rows that they are multiplied by.
+
+    ``state_dict`` has ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. A checkpoint
+    of the bare layer loads with ``strict=False``, since it has no A and B.
+
     Parameters
     ----------
     layer
@@ -48,16 +56,6 @@ class GroupedLoRA(Sequential):
         ``lora_A.weight`` (E, Q, K).
     lora_B : LoRAUp
         ``lora_B.weight`` (E, N, Q).
-
-    Notes
-    -----
-    Called like the layer: with rows (R, K) and ``splits=``. It is a `Sequential` of ``lora_A``, ``base_layer`` and
-    ``lora_B``. The layer keeps its fused kernels, except fusion with the activation after it, since the update comes
-    between the two. Its weight gradient is computed only if the weight requires one. A recipe quantizes only the layer,
-    not A, B and the rows that they are multiplied by.
-
-    ``state_dict`` has ``base_layer.weight``, ``base_layer.bias``, ``lora_A.weight`` and ``lora_B.weight``. A checkpoint
-    of the bare layer loads with ``strict=False``, since it has no A and B.
 
     Examples
     --------

@@ -27,6 +27,11 @@ def transformers_load_balancing_loss(
     layers it is not K times the sum or the mean of their losses, since an imbalance in one layer may offset that in
     another.
 
+    Returns 0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. The loss is
+    zero if all tokens are padding.
+
+    Raises `InputError`: ``router_logits`` is empty, the logits are not floats, or the shapes do not match.
+
     Parameters
     ----------
     router_logits
@@ -36,17 +41,6 @@ def transformers_load_balancing_loss(
         K.
     attention_mask
         Any shape with T elements: 1 for a token, 0 for padding. None counts every token.
-
-    Returns
-    -------
-    Tensor
-        0-d, fp32 (fp64 for fp64 logits), on the device of the first layer. Gradients flow through p. The loss is zero
-        if all tokens are padding.
-
-    Raises
-    ------
-    InputError
-        ``router_logits`` is empty, the logits are not floats, or the shapes do not match.
     """
     name = "transformers_load_balancing_loss"
     iterable = hasattr(router_logits, "__iter__") and not isinstance(router_logits, Tensor)

@@ -215,10 +215,7 @@ class MoE(Checked, Runnable):
     def forward(self, x: Tensor, return_stats: bool = False) -> Tensor | tuple[Tensor, MoEStats]:
         """Run the layer on ``x`` (..., H).
 
-        Returns
-        -------
-        Tensor or (Tensor, MoEStats)
-            y, of the shape and dtype of x; with ``return_stats`` also the losses and the load.
+        Returns y, of the shape and dtype of x; with ``return_stats`` also the losses and the load.
         """
         if type(return_stats) is not bool:
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]

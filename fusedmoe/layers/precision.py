@@ -16,10 +16,7 @@ def keep_in_bf16(model: nn.Module, first: int = 0, last: int = 0) -> list[str]:
     A layer is an outermost `MoE` or `Sequential`, in the order of ``model.named_modules()``. The function sets
     ``recipe`` of their `GroupedLinear` and `Linear` ops to ``"bf16"``.
 
-    Returns
-    -------
-    list of str
-        The names of the first and last layers.
+    Returns the names of the first and last layers.
     """
     layers: list[str] = []
     for name, module in MODULE("keep_in_bf16: model", model).named_modules():

@@ -39,6 +39,10 @@ class Sequential(Runnable, nn.Sequential):
     - An op with module hooks, or with a replaced ``forward``, also splits the chain. It is called as a module.
     - A nested `Sequential` is replaced by its ops.
 
+    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They apply to the
+    forward and the backward pass of this `Sequential` and of nested ones. The options of a nested `Sequential` apply
+    only when it is called by itself.
+
     Parameters
     ----------
     *args
@@ -48,12 +52,6 @@ class Sequential(Runnable, nn.Sequential):
     schedule
         ``"dynamic"``: each cluster of thread blocks of a fused kernel takes its next tile from a counter, which
         balances the load. ``"static"``: the tiles of a cluster are fixed at the start.
-
-    Notes
-    -----
-    ``sm_margin`` and ``schedule`` may be set as attributes at any time; neither changes a result. They apply to the
-    forward and the backward pass of this `Sequential` and of nested ones. The options of a nested `Sequential` apply
-    only when it is called by itself.
 
     Examples
     --------
@@ -117,17 +115,14 @@ class Sequential(Runnable, nn.Sequential):
     def forward(self, x: Tensor, /, **inputs: Tensor) -> Tensor:  # type: ignore[override]
         """Run the ops.
 
+        Raises `InputError`: a runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
+
         Parameters
         ----------
         x
             The rows, (R, features).
         **inputs
             The runtime inputs, by name: ``splits``, ``probs``, ...
-
-        Raises
-        ------
-        InputError
-            A runtime input is missing, is used by no op, or has the wrong shape, dtype or device.
         """
         return modes.run(self, x, inputs)  # type: ignore[no-any-return]
 
@@ -141,10 +136,7 @@ class Sequential(Runnable, nn.Sequential):
         existing parameters, but takes the host longer.) Weights may have any strides, such as ``weight.mT`` of a weight
         (E, in, out); see `GroupedLinear.transposed_grad`.
 
-        Raises
-        ------
-        InputError
-            As for `forward`; or a parameter is missing, no op takes it, or the op has its own.
+        Raises `InputError`: as for `forward`; or a parameter is missing, no op takes it, or the op has its own.
         """
         return modes.run(self, x, inputs, parameters)  # type: ignore[no-any-return]
 
@@ -166,6 +158,8 @@ class Sequential(Runnable, nn.Sequential):
         last is run, since the next part depends on its result. Buffers, amax histories and the states of random number
         generators stay unchanged.
 
+        Raises `InputError`: as for `forward`; or ``arch`` is no architecture.
+
         Parameters
         ----------
         x, **inputs
@@ -173,11 +167,6 @@ class Sequential(Runnable, nn.Sequential):
         arch
             Plan for an NVIDIA GPU of this architecture, 90 or "sm_90"; the machine needs no GPU. No chain runs, and
             modules are called on tensors without memory. x and the inputs may be on the meta device.
-
-        Raises
-        ------
-        InputError
-            As for `forward`; or ``arch`` is no architecture.
         """
         return self.explain_with(None, x, arch=arch, **inputs)
 

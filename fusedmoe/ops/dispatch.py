@@ -43,17 +43,6 @@ def return_of(ep: ExpertParallel) -> ReturnTokens | ReturnVaryingTokens:
 class Dispatch(Op):
     """``rows[r] = x[token of r]``, sorted by expert: one row per chosen expert of each token.
 
-    Parameters
-    ----------
-    num_experts
-        E. None takes the ``num_groups`` of the next grouped op in the `Sequential`.
-    expert_parallel
-        The ranks that share the experts, an `ExpertParallel`. ``num_experts`` then counts the experts of all ranks, and
-        the rows are those of this rank's experts, from the tokens of all ranks. `Combine` must get the same object.
-        The op also provides the values with which `Combine` returns the rows.
-
-    Notes
-    -----
     Called with ``x`` (T, H), ``expert_index`` (T, K) integers and ``expert_weight`` (T, K) floats. Returns rows
     (R, H) and provides
 
@@ -64,6 +53,15 @@ class Dispatch(Op):
     - ``token_of_row`` (R,) int32: the token t of each row, ``slot_of_row // K``, also of a sentinel's row.
 
     The rows of an expert are in token order. The gradient of ``x`` sums a token's rows in fp32, in slot order.
+
+    Parameters
+    ----------
+    num_experts
+        E. None takes the ``num_groups`` of the next grouped op in the `Sequential`.
+    expert_parallel
+        The ranks that share the experts, an `ExpertParallel`. ``num_experts`` then counts the experts of all ranks, and
+        the rows are those of this rank's experts, from the tokens of all ranks. `Combine` must get the same object.
+        The op also provides the values with which `Combine` returns the rows.
     """
 
     runtime_inputs: tuple[str, ...] = ("expert_index", "expert_weight")
@@ -175,6 +173,10 @@ class DispatchWeightGrad(BackwardOp):
 class Combine(Op):
     """``y[t] = sum over k of w[row] * rows[row]``, ``row = row_of_slot[t, k]``, in fp32: the inverse of `Dispatch`.
 
+    Called with rows (R, H) and the values that `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and,
+    unless ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows. A token whose slots are all
+    sentinels gets zeros.
+
     Parameters
     ----------
     weights
@@ -182,12 +184,6 @@ class Combine(Op):
         weights. The name cannot be changed later.
     expert_parallel
         That of the `Dispatch`. The rows of a token on other ranks are added too: in fp32, in the order of the ranks.
-
-    Notes
-    -----
-    Called with rows (R, H) and the values that `Dispatch` provides: ``row_of_slot`` (T, K), ``slot_of_row`` (R,) and,
-    unless ``weights`` is None, ``probs`` (R,). Returns (T, H) in the dtype of the rows. A token whose slots are all
-    sentinels gets zeros.
 
     Attributes
     ----------

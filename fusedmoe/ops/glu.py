@@ -131,6 +131,12 @@ class DGLU(BackwardOp):
 class SwiGLU(GLU):
     """``y = gc * sigmoid(alpha * gc) * (uc + offset)``, ``gc = min(g, limit)``, ``uc = clamp(u, -limit, limit)``.
 
+    Rows are (..., 2 I), the result (..., I) in the same dtype; the arithmetic is fp32 (fp64 for fp64). Known variants:
+
+    - GPT-OSS: ``SwiGLU(limit=7.0, alpha=1.702, offset=1.0, interleaved=True)``;
+    - DeepSeek-V4: ``SwiGLU(limit=10.0)``;
+    - Transformer Engine's ScaledClampedQGeGLU: ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
+
     Parameters
     ----------
     limit
@@ -141,14 +147,6 @@ class SwiGLU(GLU):
         Added to up.
     interleaved
         Gate and up are the even and odd features of a row, instead of its first and second half (``[gate | up]``).
-
-    Notes
-    -----
-    Rows are (..., 2 I), the result (..., I) in the same dtype; the arithmetic is fp32 (fp64 for fp64). Known variants:
-
-    - GPT-OSS: ``SwiGLU(limit=7.0, alpha=1.702, offset=1.0, interleaved=True)``;
-    - DeepSeek-V4: ``SwiGLU(limit=10.0)``;
-    - Transformer Engine's ScaledClampedQGeGLU: ``SwiGLU(limit, alpha, offset)`` and a `Scale`.
     """
 
     kind = "swiglu"

@@ -284,6 +284,19 @@ def _weight_format(value: object) -> object:
 class GroupedLinear(_LinearOp):
     """``y[r] = x[r] @ weight[e].T + bias[e]`` for each row r of expert e.
 
+    Called with rows ``x`` (R, K), sorted by expert, in the weight's dtype, and ``splits`` (E,), rows per expert:
+    integers on x's device. Returns (R, N). Rows after ``splits.sum()`` are not read; their results are zeros.
+
+    With ``weight_format``:
+
+    - The weight is frozen. A call with ``weight.requires_grad`` raises `InputError`, unless gradients are disabled.
+    - Rows are in fp32, bf16 or fp16. They, and the gradient of the output, are quantized by the recipe of the layer,
+      else by that of the call. Without one, they are quantized in E4M3 with blocks of 1x128 and with the rule of
+      ``weight_format`` for scales. The recipe ``"bf16"`` of the layer leaves them unquantized.
+    - Fused kernels multiply the codes. The input gradient needs them transposed: a copy of E * K * N bytes, for the
+      time of that product.
+    - ``dtype`` is the dtype of the bias, and ``module.to(dtype)`` casts the bias alone.
+
     Parameters
     ----------
     num_groups
@@ -306,7 +319,7 @@ class GroupedLinear(_LinearOp):
         disables quantization; None uses ``fm.recipe``. The attribute can be set at any time.
     weight_format
         The format in which the weight is stored, ``fusedmoe.numerics.formats.fp8_block(across=128, power_of_two=...)``;
-        None stores it in ``dtype``. See `from_quantized`, and the notes.
+        None stores it in ``dtype``. See above, and `from_quantized`.
     expert_parallel
         The ranks, if the experts are those of this rank: ``num_groups`` counts these alone. It decides which initial
         values they get (see `reset_parameters`), and what the functions of `fusedmoe.expert_parallel` do with them.
@@ -326,21 +339,6 @@ class GroupedLinear(_LinearOp):
         write it. Set it to True for a weight that is passed as ``.mT`` of a parameter (E, K, N), see
         `Sequential.forward_with`: otherwise autograd transposes the gradient when it adds it to that of the parameter.
         Values do not depend on it.
-
-    Notes
-    -----
-    Called with rows ``x`` (R, K), sorted by expert, in the weight's dtype, and ``splits`` (E,), rows per expert:
-    integers on x's device. Returns (R, N). Rows after ``splits.sum()`` are not read; their results are zeros.
-
-    With ``weight_format``:
-
-    - The weight is frozen. A call with ``weight.requires_grad`` raises `InputError`, unless gradients are disabled.
-    - Rows are in fp32, bf16 or fp16. They, and the gradient of the output, are quantized by the recipe of the layer,
-      else by that of the call. Without one, they are quantized in E4M3 with blocks of 1x128 and with the rule of
-      ``weight_format`` for scales. The recipe ``"bf16"`` of the layer leaves them unquantized.
-    - Fused kernels multiply the codes. The input gradient needs them transposed: a copy of E * K * N bytes, for the
-      time of that product.
-    - ``dtype`` is the dtype of the bias, and ``module.to(dtype)`` casts the bias alone.
     """
 
     runtime_inputs = ("offsets",)
@@ -392,6 +390,8 @@ class GroupedLinear(_LinearOp):
     ) -> GroupedLinear:
         """Return a layer with a weight that is already quantized, such as that of an FP8 checkpoint, without a copy.
 
+        Raises `InputError`: a tensor has the wrong shape or dtype.
+
         Parameters
         ----------
         weight
@@ -403,11 +403,6 @@ class GroupedLinear(_LinearOp):
         recipe, weight_format, expert_parallel
             As for the constructor. The default format is that of FP8 checkpoints, with any scales. With
             ``fp8_block(across=128)``, the scales of rows and gradients are powers of two.
-
-        Raises
-        ------
-        InputError
-            A tensor has the wrong shape or dtype.
         """
         TENSOR(f"{cls.__name__}.from_quantized: weight", weight)
         TENSOR(f"{cls.__name__}.from_quantized: weight_scale_inv", weight_scale_inv)

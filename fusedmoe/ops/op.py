@@ -208,10 +208,7 @@ class Op(Checked, Runnable):
 
         The default is for ops that keep shape and dtype.
 
-        Raises
-        ------
-        InputError
-            An argument is invalid; see `reject`.
+        Raises `InputError`: an argument is invalid; see `reject`.
         """
         return TensorSpec(tuple(x.shape), x.dtype)
 
@@ -306,10 +303,7 @@ class Op(Checked, Runnable):
     def forward(self, x: Tensor, /, **inputs: Tensor) -> Any:
         """Run the op alone, with its runtime inputs by name.
 
-        Returns
-        -------
-        Tensor or (Tensor, dict of str to Tensor)
-            The output, and for an op that provides values, these values by name.
+        Returns the output, and for an op that provides values, these values by name.
         """
         return caller.run(self, x, inputs, None, self.provides)
 

@@ -34,6 +34,9 @@ class Quantize(Op):
     recipe, such as ``"mxfp8"`` or ``"mxfp8:wgrad=bf16"``, for the recipe's quantizer of this operand. With
     ``wgrad="bf16"``, the weight gradient of a linear layer in the same chain reads ``x``, or ``dy``, itself.
 
+    Rows are (..., features) in fp32, bf16 or fp16. Experts share no scale and no block. Rows without an expert are not
+    read, and become zeros.
+
     Parameters
     ----------
     forward
@@ -42,11 +45,6 @@ class Quantize(Op):
         The quantizer of the gradient of the output; None leaves it unchanged.
     weight
         The quantizer of the weight of the linear layer right after this op.
-
-    Notes
-    -----
-    Rows are (..., features) in fp32, bf16 or fp16. Experts share no scale and no block. Rows without an expert are not
-    read, and become zeros.
 
     Examples
     --------

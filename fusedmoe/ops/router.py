@@ -82,6 +82,17 @@ class Router(Op):
 
     ``logits = x @ weight.T + bias``. ``score`` turns the logits into the weights of the chosen experts.
 
+    Called alone with tokens ``x`` (T, H), the router returns a `Routing`. In a `Sequential` it leaves the rows
+    unchanged and provides
+
+    - ``expert_index`` (T, K) int64 and ``expert_weight`` (T, K), for `Dispatch`;
+    - ``router_logits`` (T, E);
+    - ``probs_sum`` (E,), the sum over the tokens of `Routing.probs`, and ``z_sum`` (), the sum over the tokens of
+      ``logsumexp(logits)^2``: the sums that the losses of `MoEStats` need. They are computed only if they are read.
+
+    NaN ranks highest: a token with a NaN among its logits gets K different experts of [0, E), and at least one of its
+    weights is NaN. Other tokens are not affected.
+
     Parameters
     ----------
     hidden, num_experts, top_k
@@ -119,19 +130,6 @@ class Router(Op):
         ``.to(dtype)``) and when a checkpoint in another dtype is loaded, since bf16 soon rounds steps of 1e-3 away. A
         cast that bypasses the module, such as ``buffer_dtype`` of FSDP1's and DDP's mixed precision, lasts until
         `update_bias`.
-
-    Notes
-    -----
-    Called alone with tokens ``x`` (T, H), the router returns a `Routing`. In a `Sequential` it leaves the rows
-    unchanged and provides
-
-    - ``expert_index`` (T, K) int64 and ``expert_weight`` (T, K), for `Dispatch`;
-    - ``router_logits`` (T, E);
-    - ``probs_sum`` (E,), the sum over the tokens of `Routing.probs`, and ``z_sum`` (), the sum over the tokens of
-      ``logsumexp(logits)^2``: the sums that the losses of `MoEStats` need. They are computed only if they are read.
-
-    NaN ranks highest: a token with a NaN among its logits gets K different experts of [0, E), and at least one of its
-    weights is NaN. Other tokens are not affected.
     """
 
     parameter_names = ("weight", "bias", "balance_bias")

@@ -17,15 +17,12 @@ class Scale(Op):
     The arithmetic is fp32 (fp64 if x or s is fp64). The result has the dtype of x. In fp16 results below 6.1e-5 lose
     bits; a `Combine` without weights that follows linear layers then applies s, and the plan has no `Scale`.
 
+    Raises `InputError`: the name is no identifier, or is reserved: ``"input"``, ``"weight"``, ``"splits"``, ...
+
     Parameters
     ----------
     name
         Name of the runtime input: ``Scale("probs")`` takes ``probs=``. It cannot be changed later.
-
-    Raises
-    ------
-    InputError
-        The name is no identifier, or is reserved: ``"input"``, ``"weight"``, ``"splits"``, ...
     """
 
     launches = 3

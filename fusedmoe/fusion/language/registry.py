@@ -133,10 +133,7 @@ def register(*rules: type[FusionRule]) -> Registration:
     An installed package need not call this: its entry points in the group ``fusedmoe.fusions`` name rule classes, or
     lists of them.
 
-    Raises
-    ------
-    RuleError
-        An argument is not a subclass of `FusionRule`, or another rule has the same name.
+    Raises `RuleError`: an argument is not a subclass of `FusionRule`, or another rule has the same name.
     """
     return Registration(_registry.add(rules))
 

@@ -350,10 +350,7 @@ class Explanation:
 
         Ops without one, such as products of quantized operands, do not raise.
 
-        Raises
-        ------
-        FusionError
-            Also if the argument ``arch`` of ``explain`` has no kernels.
+        Raises `FusionError`: also if the argument ``arch`` of ``explain`` has no kernels.
         """
         raise_if_missed(self.plans, self.missed)
 

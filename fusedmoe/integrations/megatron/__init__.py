@@ -50,6 +50,9 @@ class FusedGroupedMLP(nn.Module):
 
     With ``moe_apply_probs_on_input``, p multiplies x instead. ``add_bias_linear`` adds biases.
 
+    Raises `InputError`: the configuration has an unsupported setting: expert tensor parallelism, another activation,
+    quantization without a recipe, offloading or recomputation within the experts, or a setting in `_NOT_SUPPORTED`.
+
     Parameters
     ----------
     num_local_experts
@@ -71,12 +74,6 @@ class FusedGroupedMLP(nn.Module):
         (E, 2 I, H), or (E, I, H) without a gate, and (E, H, I), in ``params_dtype``.
     linear_fc1.bias, linear_fc2.bias : Parameter or None
         (E, 2 I), or (E, I), and (E, H).
-
-    Raises
-    ------
-    InputError
-        The configuration has an unsupported setting: expert tensor parallelism, another activation, quantization
-        without a recipe, offloading or recomputation within the experts, or a setting in `_NOT_SUPPORTED`.
     """
 
     def __init__(
@@ -117,6 +114,10 @@ class FusedGroupedMLP(nn.Module):
     ) -> tuple[Tensor, None]:
         """Run the experts of this rank.
 
+        Returns (R, H), zeros in rows that belong to no expert; and None for the bias, which is already added.
+
+        Raises `InputError`: a shape, dtype or device is wrong.
+
         Parameters
         ----------
         permuted_local_hidden_states
@@ -125,16 +126,6 @@ class FusedGroupedMLP(nn.Module):
             (E,) integers, on any device, or a list. A tensor on a GPU is not read on the host.
         permuted_probs
             (R,) floating point, differentiable.
-
-        Returns
-        -------
-        (Tensor, None)
-            (R, H), zeros in rows that belong to no expert; and None for the bias, which is already added.
-
-        Raises
-        ------
-        InputError
-            A shape, dtype or device is wrong.
         """
         splits = _on_device_of(permuted_local_hidden_states, tokens_per_expert)
         return self._ops()(permuted_local_hidden_states, probs=permuted_probs, splits=splits), None

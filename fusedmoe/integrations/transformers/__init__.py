@@ -56,10 +56,7 @@ def register(name: str = NAME) -> None:
     """Add ``experts_implementation=name`` to transformers: ``from_pretrained``, ``from_config`` and
     ``model.set_experts_implementation`` accept it. Repeated calls have no effect.
 
-    Raises
-    ------
-    ImportError
-        transformers is not installed, or older than 5.7.
+    Raises `ImportError`: transformers is not installed, or older than 5.7.
     """
     TEXT("register: name", name)
     try:
@@ -80,6 +77,8 @@ def experts_forward(
 ) -> Tensor:
     """``y[t] = sum over k of w[t, k] * expert[index[t, k]](x[t])``; transformers calls it as the experts' forward.
 
+    Returns (T, H), in the dtype of ``hidden_states``.
+
     Parameters
     ----------
     self
@@ -90,11 +89,6 @@ def experts_forward(
         (T, K) integers; ``num_experts`` for a slot of another rank.
     top_k_weights
         (T, K).
-
-    Returns
-    -------
-    Tensor
-        (T, H), in the dtype of ``hidden_states``.
     """
     if args or kwargs:
         raise InputError(
@@ -117,6 +111,8 @@ def explain(
 ) -> Explanation:
     """Return the plan of an experts module for ``tokens`` evenly routed tokens, with a router that is patched.
 
+    Raises `InputError`: fusedmoe cannot run the module, or K is unknown.
+
     Parameters
     ----------
     module
@@ -127,11 +123,6 @@ def explain(
         K; by default the model configuration's.
     arch
         Architecture, as for `Sequential.explain`: 90 for an sm_90 GPU.
-
-    Raises
-    ------
-    InputError
-        fusedmoe cannot run the module, or K is unknown.
     """
     tokens, top_k = POSITIVE_INTEGER("explain: tokens", tokens), POSITIVE_INTEGER.or_none()("explain: top_k", top_k)
     experts = experts_of(module)
@@ -221,6 +212,8 @@ def patch_routers(model: nn.Module, *, fp32_logits: bool = False) -> int:
 
     Repeated calls have no effect. `unpatch_routers` restores the model.
 
+    Raises `InputError`: the model has no router next to experts, or other code has replaced a ``forward``.
+
     Parameters
     ----------
     model
@@ -228,11 +221,6 @@ def patch_routers(model: nn.Module, *, fp32_logits: bool = False) -> int:
     fp32_logits
         Patch also the routers that compute their logits in the dtype of the model, such as Qwen3-MoE's. `Router`
         computes them in fp32, and so chooses other experts for some tokens of a model in bf16.
-
-    Raises
-    ------
-    InputError
-        The model has no router next to experts, or other code has replaced a ``forward``.
     """
     fp32_logits = FLAG("patch_routers: fp32_logits", fp32_logits)
     return routers.patch(MODULE("patch_routers: model", model), fp32_logits, runs_here)
@@ -258,10 +246,8 @@ def patch_llama4(model: nn.Module) -> int:
     it runs every expert on every token, most of them on zeros. Repeated calls have no effect. `unpatch_llama4` restores
     the model.
 
-    Raises
-    ------
-    InputError
-        The model has no such layer, a layer's experts are quantized, or other code has replaced a ``forward``.
+    Raises `InputError`: the model has no such layer, a layer's experts are quantized, or other code has replaced a
+    ``forward``.
     """
     layers = _llama4_layers(MODULE("patch_llama4: model", model))
     if not layers:

@@ -60,10 +60,7 @@ def patch_dense(model: nn.Module) -> int:
     as with LoRA or quantized, or has hooks (such as accelerate's) or DTensors, or another shape. A WARNING names the
     reason.
 
-    Raises
-    ------
-    InputError
-        The model has no such MLP, or other code has replaced a ``forward``.
+    Raises `InputError`: the model has no such MLP, or other code has replaced a ``forward``.
     """
     candidates = [(n, m) for n, m in MODULE("patch_dense: model", model).named_modules() if _has_the_layers(m)]
     if not candidates:

@@ -41,6 +41,8 @@ def quantize(
     `ScaleRule`. Finite values beyond the largest code saturate. A NaN or an infinity becomes NaN in FP8 and affects no
     other element. E2M1 has no NaN: there the scale of its block becomes NaN.
 
+    Raises `InputError`: an argument has a type, shape or dtype that is not supported, or not supported by the format.
+
     Parameters
     ----------
     x
@@ -60,11 +62,6 @@ def quantize(
         For stochastic rounding: uint8, one per element, in the layout of the result's codes. Drawn if None.
     generator
         Draws the random bits; by default torch's generator of the device.
-
-    Raises
-    ------
-    InputError
-        An argument has a type, shape or dtype that is not supported, or not supported by the format.
     """
     quantizer = _resolved(TENSOR("quantize: x", x), quantizer)
     _GENERATOR("quantize: generator", generator)

@@ -34,10 +34,7 @@ class Roles(NamedTuple):
     def with_wgrad(self, wgrad: str) -> Roles:
         """Return these quantizers with another `Quantizer.wgrad` of rows and gradients; ``"bf16"`` ends the rotation.
 
-        Raises
-        ------
-        InputError
-            ``wgrad`` is neither ``"quantized"`` nor ``"bf16"``.
+        Raises `InputError`: ``wgrad`` is neither ``"quantized"`` nor ``"bf16"``.
         """
 
         def changed(quantizer: Quantizer | None) -> Quantizer | None:

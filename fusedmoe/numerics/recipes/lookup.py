@@ -28,10 +28,7 @@ def named(name: str) -> Recipe | None:
 def resolve(recipe: object) -> Recipe:
     """Return the recipe for a name or for a recipe of Transformer Engine; a `Recipe` is returned unchanged.
 
-    Raises
-    ------
-    InputError
-        The argument is none of these, or is a recipe that cannot be hashed.
+    Raises `InputError`: the argument is none of these, or is a recipe that cannot be hashed.
     """
     if isinstance(recipe, Recipe):
         try:
