@@ -109,8 +109,8 @@ def from_te(sequential: Any) -> Sequential:
 def to_te(sequential: Sequential, glu_interleave_size: int | None = None) -> Any:
     """Convert a `Sequential` of grouped ops to a ``transformer_engine.pytorch.ops.Sequential``.
 
-    The parameters of the result are copies with the same dtype, device and ``requires_grad``. Its call takes the inputs of
-    each op in order: ``y = te(x, splits, probs, splits)``.
+    The parameters of the result are copies with the same dtype, device and ``requires_grad``. Its call takes the
+    inputs of each op in order: ``y = te(x, splits, probs, splits)``.
 
     Raises `InputError`: ``sequential`` has an op or a combination that Transformer Engine lacks, or a layer that has no
     parameters, has a recipe, or is in fp64.
