@@ -18,6 +18,7 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.numerics.activations import KINDS, Activation
+from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.ops.glu import GLU, SquaredReLU
 from fusedmoe.ops.scale import ScaleGrad
 
@@ -94,6 +95,14 @@ def check_bf16(ctx: PlanContext, operands: str, *values: str) -> None:
     for name in values:
         dtype = name_of(ctx.dtype(name))
         require(dtype == "bfloat16", "%s is %s: products of %s operands are bfloat16", name, dtype, operands)
+
+
+def quantized_spec(ctx: PlanContext, name: str, expected: str) -> QuantizedSpec:
+    """Return the spec of a quantized value; decline any other."""
+    spec = ctx.spec(name)
+    require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected %s", name, expected)
+    assert isinstance(spec, QuantizedSpec)
+    return spec
 
 
 def check_row_scale(ctx: PlanContext, factor: str) -> int:

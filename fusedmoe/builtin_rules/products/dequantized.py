@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.requirements import OnSm90, decline
+from fusedmoe.builtin_rules.requirements import OnSm90, decline, quantized_spec
 from fusedmoe.builtin_rules.rows.narrow_forms import is_narrow
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.rows.quantize import format_functions
@@ -74,10 +74,8 @@ class _Dequantized(OnSm90):
     operands: ClassVar[tuple[str, str]]
 
     def supports(self, ctx: PlanContext) -> None:
-        specs = [ctx.spec(name) for name in self.operands]
-        for name, spec in zip(self.operands, specs, strict=True):
-            require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected both operands quantized", name)
-            assert isinstance(spec, QuantizedSpec)
+        for name in self.operands:
+            spec = quantized_spec(ctx, name, "both operands quantized")
             format = spec.format
             expected = "blocks of 16 or 32 values, or one scale per tensor"
             narrow = is_narrow(format, of_weights=spec.stacked) and format.block != (1, None)
@@ -89,12 +87,11 @@ class _Dequantized(OnSm90):
         """Decline operands that need no kernel, or that the kernels cannot read; return the bytes of the bf16 operands,
         each written and read.
         """
-        a, b = (ctx.spec(name) for name in self.operands)
-        if path(a, b, ctx.device) == NATIVE:
+        specs = self.specs(ctx)
+        if path(*specs, ctx.device) == NATIVE:
             raise NothingToDo("F.scaled_grouped_mm multiplies the codes")
         moved = 0
-        for name, spec in zip(self.operands, (a, b), strict=True):
-            assert isinstance(spec, QuantizedSpec)
+        for name, spec in zip(self.operands, specs, strict=True):
             moved += 4 * math.prod(spec.shape)
             require(spec.dtype is torch.bfloat16, "%s is %s: expected bfloat16", name, spec.dtype)
             lines = spec.tensors()[0][0][-2]
@@ -104,10 +101,13 @@ class _Dequantized(OnSm90):
             decline(limits.why_not_width_of_codes(name, width))
         return moved
 
+    def specs(self, ctx: PlanContext) -> tuple[QuantizedSpec, QuantizedSpec]:
+        """The specs of the operands, after `supports`."""
+        a, b = (quantized_spec(ctx, name, "") for name in self.operands)
+        return a, b
+
     def pair(self, ctx: PlanContext) -> _Pair:
-        a, b = (ctx.spec(name) for name in self.operands)
-        assert isinstance(a, QuantizedSpec)
-        assert isinstance(b, QuantizedSpec)
+        a, b = self.specs(ctx)
         return _Pair(a.format, b.format)
 
 
@@ -200,9 +200,7 @@ class DequantizedWgrad(_Dequantized, FusionRule, name="sm90.dequantized_wgrad", 
     def offer(self, ctx: PlanContext) -> Step:
         fc = self.wgrad.op
         moved = self.check(ctx, in_features=fc.in_features, out_features=fc.out_features)
-        dy, x = (ctx.spec(name) for name in self.operands)
-        assert isinstance(dy, QuantizedSpec)
-        assert isinstance(x, QuantizedSpec)
+        dy, x = self.specs(ctx)
         alike = dy.rotated is x.rotated and column_block(dy.format) == column_block(x.format)
         require(alike, "%s and %s are padded or rotated differently", *self.operands)
         dtype = ctx.dtype("wgrad.weight")

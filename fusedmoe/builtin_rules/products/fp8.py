@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline
+from fusedmoe.builtin_rules.requirements import OnSm90, check_bf16, decline, quantized_spec
 from fusedmoe.fusion.language.rule import PlanContext, Run, require
 from fusedmoe.kernels.sm90 import limits
 from fusedmoe.kernels.sm90.launch import Codes
@@ -54,9 +54,7 @@ def check_operands(ctx: PlanContext, rows: str, weight: str, *, gradient: bool =
 
 def check_operand(ctx: PlanContext, name: str, block: Block, what: str, *, gradient: bool = False) -> QuantizedSpec:
     """Return an operand's spec. Decline one not in E4M3 or, for a gradient, E5M2, or with other blocks."""
-    spec = ctx.spec(name)
-    require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected FP8 operands", name)
-    assert isinstance(spec, QuantizedSpec)
+    spec = quantized_spec(ctx, name, "FP8 operands")
     check_blocks(spec.format, block, what)
     require(spec.format.element == E4M3 or gradient, "%s is %s: expected e4m3", name, spec.format.element)
     require(spec.stacked or spec.experts is not None, "%s was quantized without experts", name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.builtin_rules import guards
-from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, check_bf16, name_of
+from fusedmoe.builtin_rules.requirements import OnSm100, activation_of, check_bf16, name_of, quantized_spec
 from fusedmoe.fusion.language.rule import PlanContext, require
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import QuantizedSpec, Quantizer
@@ -47,9 +47,7 @@ def check_packed(ctx: PlanContext, *operands: str) -> None:
     """Decline quantized operands that have no packed form, or two formats; ``operands`` are names without a form."""
     elements = []
     for name in operands:
-        spec = ctx.spec(name)
-        require(isinstance(spec, QuantizedSpec), "%s is not quantized: expected MXFP8 or NVFP4 operands", name)
-        assert isinstance(spec, QuantizedSpec)
+        spec = quantized_spec(ctx, name, "MXFP8 or NVFP4 operands")
         packed = ctx.spec(f"{name}:packed") if ctx.exists(f"{name}:packed") else None
         require(
             isinstance(packed, QuantizedSpec) and packed.packed,

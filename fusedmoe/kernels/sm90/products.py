@@ -64,22 +64,6 @@ from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import padded_rows
 from fusedmoe.numerics.formats import E4M3, Format
 
-__all__ = [
-    "Codes",
-    "bind_grouped_gemm",
-    "bind_grouped_gemm_activation",
-    "bind_grouped_gemm_activation_backward",
-    "bind_grouped_gemm_activation_backward_codes",
-    "bind_grouped_wgrad",
-    "grouped_gemm",
-    "grouped_gemm_activation",
-    "grouped_gemm_activation_backward",
-    "grouped_wgrad",
-    "has_strides",
-    "with_strides",
-]
-
-
 Optional = Tensor | None
 WgradOperand = Literal["grad_output", "x"]  # an operand of a weight gradient
 KERNEL_OPERAND: dict[WgradOperand | None, str | None] = {None: None, "grad_output": "a", "x": "b"}

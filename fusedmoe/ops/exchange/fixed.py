@@ -82,7 +82,17 @@ def check_wire(expert_parallel: ExpertParallel, dtype: torch.dtype) -> None:
         raise InputError(f"ExpertParallel: dispatch_dtype {wire}: expected tokens in fp32, bf16 or fp16, got {dtype}")
 
 
-class AgreeOnTokens(nn.Module):
+class Provider(nn.Module):
+    """A module that returns the rows and the values that it provides."""
+
+    def values_from(
+        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows and the provided values; see `Op.values_from`."""
+        return result
+
+
+class AgreeOnTokens(Provider):
     """Tells a chain N, the largest number of tokens of a rank, as the size of an empty tensor ``rank_rows`` (N, 0).
 
     It is no op: N depends on the other ranks, and not on the shapes of this one. The hosts exchange their T.
@@ -102,14 +112,8 @@ class AgreeOnTokens(nn.Module):
         most = tokens if looking() else self.expert_parallel.most_tokens(tokens)
         return x, {"rank_rows": x.new_empty(most, 0)}
 
-    def values_from(
-        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows and the provided values; see `Op.values_from`."""
-        return result
 
-
-class CountRows(nn.Module):
+class CountRows(Provider):
     """Tells a chain R, the rows of a local `Dispatch`, as the size of an empty tensor ``local_rows`` (R, 0).
 
     R is that of the limit; if a rank needs more, that without a capacity; and if a token chooses an expert so often
@@ -142,12 +146,6 @@ class CountRows(nn.Module):
             needed = int(ep.sum_over_ranks(rows_of_ranks(expert_index, ep.ranks, self.limit.experts)).max())
             rows = next(r for r in (rows, bound, tokens * chosen) if needed <= r)
         return x, {"local_rows": x.new_empty(rows, 0)}
-
-    def values_from(
-        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows and the provided values; see `Op.values_from`."""
-        return result
 
 
 class GatherTokens(Op):

@@ -20,7 +20,7 @@ from fusedmoe.base.autocast import autocast_dtype, casts_rows
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.engine import VaryingEngine
 from fusedmoe.expert_parallel.wire import packed, unpacked
-from fusedmoe.ops.exchange.fixed import check_wire, chosen_ids, local_index
+from fusedmoe.ops.exchange.fixed import Provider, check_wire, chosen_ids, local_index
 from fusedmoe.ops.op import exact
 from fusedmoe.ops.state.amax import looking
 
@@ -108,7 +108,7 @@ def _stays(x: Tensor) -> bool:
     return looking() or isinstance(x, FakeTensor) or x.is_meta
 
 
-class GatherVaryingTokens(nn.Module):
+class GatherVaryingTokens(Provider):
     """The tokens of all ranks that have an expert on this rank, in the order of the ranks, then of the tokens.
 
     - ``num_experts``: E, of all ranks.
@@ -173,12 +173,6 @@ class GatherVaryingTokens(nn.Module):
         # the number of tokens is known by now: nonzero() would wait for the device again
         places = goes_PT.flatten().to(torch.uint8).sort(descending=True, stable=True).indices[: sum(sent)]
         return _Routes(engine, tokens, places % max(tokens, 1), sent, received), counts, int(slots[1].sum())
-
-    def values_from(
-        self, x: Tensor, result: tuple[Tensor, dict[str, Tensor]], names: Sequence[str]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the rows and the provided values; see `Op.values_from`."""
-        return result
 
     def extra_repr(self) -> str:
         """Return the settings, as `torch.nn.Module` prints them."""

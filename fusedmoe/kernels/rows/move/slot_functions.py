@@ -10,6 +10,7 @@ Axes: T tokens, K slots per token, R rows, at most T*K, E experts, H columns.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,16 +133,10 @@ def bind_sum_slots(
     Without a scale, and with at most `limits.MOST_SLOTS_BESIDE` slots per token, the kernel can leave all SMs except
     ``beside_sms``, an even number, to the next launch, which may begin early.
     """
-    from fusedmoe.kernels.rows.move.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
-
-    (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
-    at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
-    scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
+    (tokens, chosen), columns = row_of_slot_TK.shape, rows_RH.shape[1]
     if beside_sms and scale_R is None and chosen <= MOST_SLOTS_BESIDE:
-        return _bind_sum_on_few_sms(rows_RH, row_of_slot_TK, at_once, addend_TH is not None, beside_sms)
-    dtype, arch = NAMES[rows_RH.dtype], kernel_arch(rows_RH.device)
-    kernel = load(SumSlots(dtype, scale_dtype, at_once, addend_TH is not None, arch=arch))
-    nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
+        return _bind_sum_on_few_sms(rows_RH, row_of_slot_TK, addend_TH is not None, beside_sms)
+    kernel, nothing = _sum_slots(rows_RH, chosen, scale_R, adds=addend_TH is not None)
 
     def run(
         rows_RH: Tensor,
@@ -166,14 +161,8 @@ def bind_sum_slots_and_part(
     The arguments are ``(rows, row_of_slot, scale, part)``. The sum over k is rounded, and then their sum: it has the
     bits of `bind_sum_slots` and of an addition of ``part``.
     """
-    from fusedmoe.kernels.rows.move.slots import SLOTS, SumSlots  # deferred: imports the CuTe DSL
-
-    (tokens, chosen), (rows, columns) = row_of_slot_TK.shape, rows_RH.shape
-    at_once = next((n for n in SLOTS if chosen <= n), SLOTS[-1])
-    scale_dtype = None if scale_R is None else NAMES[scale_R.dtype]
-    dtype, arch = NAMES[rows_RH.dtype], kernel_arch(rows_RH.device)
-    kernel = load(SumSlots(dtype, scale_dtype, at_once, adds=True, rounds=True, arch=arch))
-    nothing = no_scale(rows, rows_RH.device) if scale_R is None else None
+    (tokens, chosen), columns = row_of_slot_TK.shape, rows_RH.shape[1]
+    kernel, nothing = _sum_slots(rows_RH, chosen, scale_R, adds=True, rounds=True)
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: Tensor | None, part_TH: Tensor) -> Tensor:
         out_TH = rows_RH.new_empty(tokens, columns)
@@ -184,13 +173,30 @@ def bind_sum_slots_and_part(
     return run
 
 
-def _bind_sum_on_few_sms(
-    rows_RH: Tensor, row_of_slot_TK: Tensor, at_once: int, adds: bool, sms: int
-) -> Callable[..., Tensor]:
+def _slots_at_once(chosen: int) -> int:
+    """Return the number of slots of a token that the kernel for this many loads at once."""
+    from fusedmoe.kernels.rows.move.slots import SLOTS  # deferred: imports the CuTe DSL
+
+    return next((n for n in SLOTS if chosen <= n), SLOTS[-1])
+
+
+def _sum_slots(
+    rows_RH: Tensor, chosen: int, scale_R: Tensor | None, *, adds: bool, rounds: bool = False
+) -> tuple[Callable[..., Any], Tensor | None]:
+    """Return the kernel of a sum over slots, and what takes the place of a missing scale."""
+    from fusedmoe.kernels.rows.move.slots import SumSlots  # deferred: imports the CuTe DSL
+
+    dtype, scale = NAMES[rows_RH.dtype], None if scale_R is None else NAMES[scale_R.dtype]
+    arch = kernel_arch(rows_RH.device)
+    kernel = load(SumSlots(dtype, scale, _slots_at_once(chosen), adds=adds, rounds=rounds, arch=arch))
+    return kernel, no_scale(rows_RH.shape[0], rows_RH.device) if scale_R is None else None
+
+
+def _bind_sum_on_few_sms(rows_RH: Tensor, row_of_slot_TK: Tensor, adds: bool, sms: int) -> Callable[..., Tensor]:
     from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms  # deferred: imports the CuTe DSL
 
     (tokens, chosen), columns = row_of_slot_TK.shape, rows_RH.shape[1]
-    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], at_once, adds))
+    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], _slots_at_once(chosen), adds))
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: None = None, addend_TH: Tensor | None = None) -> Tensor:
         out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH
