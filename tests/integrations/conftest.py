@@ -7,17 +7,8 @@ import warnings
 
 import pytest
 import torch
+from kit.two_ranks import pool
 from torch import distributed as dist
-
-
-def pool(tmp_path_factory, size):
-    if not dist.is_available():
-        pytest.skip("torch is built without distributed")
-    from kit.two_ranks import Ranks
-
-    started = Ranks(tmp_path_factory.mktemp("ranks"), size)
-    yield started
-    started.stop()
 
 
 @pytest.fixture(scope="session")

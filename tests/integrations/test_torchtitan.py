@@ -11,6 +11,7 @@ from kit import torchtitan_stand_in as stand_in
 from kit.framework_oracle import exact, import_anew, install, loop
 from kit.rounding import relative_error
 from kit.torchtitan_stand_in import LIMIT, exact_expert, filled, imported
+from kit.two_ranks import pool
 from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
@@ -465,6 +466,12 @@ def on_a_rank(rank, backend, kind, override, balanced, settings):
     shared = [getattr(one.routed_experts, "expert_parallel", None) for one in (layer, other)]
     assert shared[0] is shared[1]
     return *found, steps, str(shared[0])
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """Processes of their own: torchtitan keeps sharded modules, beside which no weight is kept quantized."""
+    yield from pool(tmp_path_factory)
 
 
 @ROUTER

@@ -13,6 +13,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
 import torch
 import torch.multiprocessing
 from torch import distributed as dist
@@ -121,6 +122,15 @@ class Ranks:
                 process.join()
 
 
+def pool(tmp_path_factory, size=SIZE):
+    """For a fixture: the processes, as long as its scope."""
+    if not dist.is_available():
+        pytest.skip("torch is built without distributed")
+    started = Ranks(tmp_path_factory.mktemp("ranks"), size)
+    yield started
+    started.stop()
+
+
 def in_ranks(pool, **fixed):
     """Make a test of ``function(rank, ...)``: it runs in all processes of a fixture, with these arguments and
     with the test's parameters.
@@ -159,9 +169,7 @@ def _serve(rank: int, size: int, store: str, requests: Connection, calls: str, b
             function, args, options = requests.recv()
         except EOFError:
             break
-        if (
-            fully_sharded._module_state_mapping
-        ):  # while there is such a module, weights of a call are not kept quantized
+        if fully_sharded._module_state_mapping:  # beside such a module, weights of a call are not kept quantized
             gc.collect()
         try:
             with warnings.catch_warnings():
