@@ -8,7 +8,6 @@ Needs cudnn-frontend, the CuTe DSL, tvm-ffi and gcc::
         ...  # the classes and wrapper functions of cudnn.gemm.cutedsl.grouped take CPU tensors
     launches[0].kernel.discrete_col_sfd
 
-``on_cpu`` puts stand-ins in place and removes them; ``compiler`` and ``host`` compile and run host code; ``launches``
-decodes what would be launched; ``soft_kernels`` (with ``scales``) do what the device would. ``calls`` is one call of
-each kernel, ``expert_mlp`` a whole MLP.
+``on_cpu`` puts stand-ins in place and removes them; ``compiler`` compiles; ``launches`` decodes what would be launched;
+``soft_kernels`` (with ``scales``) do what the device would. ``plain_mlp`` is what a whole MLP is compared with.
 """

@@ -12,10 +12,12 @@ import cutlass
 from cuda.bindings import driver
 from cutlass import cute
 from cutlass.cute.runtime import _FakeTensor, make_fake_compact_tensor, make_fake_tensor
-from emulator.host import LIBRARIES, STUB
+from emulator import host as hosts
+from emulator.host import LIBRARIES, STUB, Host, linked
+from emulator.ptx import parameter_sizes
 from kit.kept import contents, kept, versions
 
-from blackwell.host import Host, linked, parameter_sizes
+from blackwell import launches
 from blackwell.launches import Launch, Parameters, memory, spied
 from fusedmoe.kernels.build.cache_key import built_with
 
@@ -63,7 +65,7 @@ class Compiled:
             compiled = cute.compile(self.kernel, *args, options=f"{options} {OPTIONS} {folder}", **kwargs)
             (source,) = Path(folder).glob("*.ptx")
             sizes = parameter_sizes(source.read_text())
-            library = linked(compiled, SYMBOL, Path(folder))
+            library = linked(compiled, SYMBOL, Path(folder), major=10)
         return library, sizes, traced, {n: v for n, v in vars(self.kernel).items() if is_plain(v)}
 
     def __call__(self, launched, *arguments):
@@ -82,8 +84,8 @@ class Compiled:
 @functools.cache
 def sources():
     """All that compiled code depends on, besides the arguments of the compiler."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return [*map(str, built_with()), *versions("nvidia-cudnn-frontend"), str(LIBRARIES), *contents(STUB, *files)]
+    files = contents(STUB, __file__, hosts.__file__, launches.__file__)
+    return [*map(str, built_with()), *versions("nvidia-cudnn-frontend"), str(LIBRARIES), *files]
 
 
 def is_plain(value):

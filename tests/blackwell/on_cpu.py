@@ -51,8 +51,6 @@ def blackwell_on_cpu():
         stack.enter_context(_for_cudnn(torch, "empty", _aligned_empty))
         stack.enter_context(mock.patch.object(cudnn.api_base, "_RAW_STREAM", _default_stream))
         stack.enter_context(mock.patch.object(cudnn._torch_stream, "stream_context", _no_stream))
-        for cache in _caches():
-            stack.enter_context(mock.patch.dict(cache, clear=True))
         yield launches
 
 
@@ -108,10 +106,3 @@ def _default_stream(device):
 @contextlib.contextmanager
 def _no_stream(stream, device=None):
     yield
-
-
-def _caches():
-    """Return the dicts in which the wrapper functions keep API objects: those made here are of no use elsewhere."""
-    for name, module in list(sys.modules.items()):
-        if name.startswith(GROUPED):
-            yield from (v for n, v in vars(module).items() if n.startswith("_cache_of_") or n.endswith("_wrapper_memo"))

@@ -41,6 +41,8 @@ def refuse_what_is_not_written(launch):
             raise NotImplementedError(f"the soft kernels have no {name}")
     if getattr(launch.kernel, "tanh_clamp_scale", None) is not None or getattr(launch.kernel, "deterministic", False):
         raise NotImplementedError("the soft kernels have no tanh_clamp_scale and no slots for a deterministic dprob")
+    if getattr(launch.kernel, "generate_d_srelu", False):
+        raise NotImplementedError("the soft kernels do not write the activation again")
     if launch.kernel.weight_mode != MoEWeightMode.DENSE:
         raise NotImplementedError("the soft kernels have no pointers to weights")
 
@@ -108,7 +110,7 @@ def dglu(launch):
 
 
 def dsrelu(launch):
-    """g = alpha A B. D = g * 2 prob max(C, 0). dprob += sum of g max(C, 0)^2. d_srelu = prob max(C, 0)^2 by columns."""
+    """g = alpha A B. D = g * 2 prob max(C, 0). dprob += sum of g max(C, 0)^2."""
     kernel = launch.kernel
     g = product(launch)
     relu = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])[: len(g)].to(torch.float32).relu()
@@ -116,8 +118,6 @@ def dsrelu(launch):
         add_dprob(launch, relu.square() * g)
     scale = prob(launch, len(g))
     write_d(launch, relu * g * (2 * scale))
-    if kernel.generate_d_srelu:  # what srelu wrote, again from C
-        write_columns(launch, relu.square() * scale, "tma_atom_d_srelu", "mSFDCol_d_srelu_mnl")
 
 
 def wgrad_helper(launch):
@@ -248,24 +248,21 @@ def write_d(launch, values):
 def write_columns(launch, values, codes_name, scales_name):
     """Write codes of columns, not transposed, and their scales.
 
-    Scales lie as a matrix (columns, blocks of 32 rows): with ``discrete_col_sfd`` one for each expert, at the byte
-    round_up(columns, 128) * (first row) / 32; otherwise one of all rows, those after the last expert's included.
+    Scales lie as a matrix (columns, blocks of 32 rows) for each expert, at the byte
+    round_up(columns, 128) * (first row) / 32.
     """
     kernel = launch.kernel
     codes = launch.tensor(codes_name, torch.float8_e4m3fn)
     total, columns = codes.shape
     out = memory(launch.address(scales_name), round_up(columns, 128) * round_up(total, 128) // 32)
-    tiles = out.view(round_up(columns, 128) // 128, round_up(total, 128) // 128, TILE)
+    assert kernel.discrete_col_sfd, "the soft kernels have no scales of all experts as one matrix"
     for _, start, end in experts(launch, "padded_offsets", ROWS):
         if start == end:
             continue
         codes_t, scale = quantized(values[start:end].T, norm_const(launch))
         codes[start:end] = codes_t.T
-        if kernel.discrete_col_sfd:
-            at = round_up(columns, 128) * start // 32
-            out[at : at + round_up(columns, 128) * (end - start) // 32] = tiled(scale)
-        else:
-            tiles[:, start // 128 : end // 128] = tiled(scale).view(len(tiles), -1, TILE)
+        at = round_up(columns, 128) * start // 32
+        out[at : at + round_up(columns, 128) * (end - start) // 32] = tiled(scale)
 
 
 def norm_const(launch):

@@ -11,8 +11,7 @@ Limits:
 - A product is computed when it is issued: a read of accumulators before ``wgmma.wait_group`` is not noticed.
 - Launches run one after the other: programmatic dependent launch has no effect, and there are no streams and no graphs.
 - A warp issues a tensor copy once, however many of its lanes are active, as Hopper does for the code of CuTe DSL.
-- Reads by threads have no record, except loads that may be outstanding at an arrival of their warp (`loads.py`). Other
-  races between a read and a write of threads show only in the results.
-- A fence orders the outstanding loads of all warps of the CTA that have arrived at some barrier.
+- Reads by threads have no record: races between a read and a write of threads show only in the results. A load that may
+  be outstanding at an arrival of its warp is found in the machine code instead (``tests/kit/machine_code.py``).
 - ptxas is not part of it: wrong code of ptxas shows on a GPU only.
 """

@@ -12,8 +12,7 @@ import numpy as np
 from emulator import ptx
 from emulator.arithmetic import from_bf16, from_fp8
 from emulator.barriers import MBarrier
-from emulator.loads import is_arrival, is_fence
-from emulator.memory import GRANULE, AccessError
+from emulator.memory import AccessError
 from emulator.registers import U2, U4, Result
 from emulator.tensor_map import SIZES, swizzled
 
@@ -69,13 +68,9 @@ def mbarrier_init(code, opcode, operands):
 def mbarrier_arrive(code, opcode, operands):
     address = _address(code, operands[1])
     count = code.slot(operands[2], "r") if len(operands) > 2 else code.constant(1, "r")
-    expects, fence, arrival = "expect_tx" in opcode, is_fence(opcode), is_arrival(opcode)
+    expects = "expect_tx" in opcode
 
     def run(w):
-        if fence:
-            w.cta.order_loads()
-        elif arrival:
-            w.loads.release(w.machine)
         for at, n in zip(address(w), w.select(w.registers[count]), strict=True):
             cta, offset = resolve(w, int(at))
             barrier = cta.mbarrier(offset)
@@ -109,7 +104,6 @@ def bar(code, opcode, operands):
     waits = "sync" in opcode
 
     def run(w):
-        w.loads.release(w.machine)
         expected = w.cta.threads if count is None else w.only(count)
         passed = w.cta.meeting(w.only(number)).arrive(32, expected)
         return passed if waits else None
@@ -118,11 +112,7 @@ def bar(code, opcode, operands):
 
 
 def cluster_arrive(code, opcode, operands):
-    fence = is_fence(opcode)
-
     def run(w):
-        if fence:
-            w.cta.order_loads()
         ctas = w.cta.cluster.ctas
         lanes = bin(w.lanes).count("1")
         w.cluster_passed = w.cta.cluster.meeting.arrive(lanes, sum(cta.threads for cta in ctas))
@@ -134,13 +124,8 @@ def cluster_wait(code, opcode, operands):
     return Result(lambda w: w.cluster_passed, waits=True)
 
 
-def fence(code, opcode, operands):
-    return lambda w: w.cta.order_loads()
-
-
 def fence_async(code, opcode, operands):
     def run(w):
-        w.cta.order_loads()
         w.machine.now += 1
         w.cta.fences[w.index] = w.machine.now
         w.machine.now += 1
@@ -237,7 +222,6 @@ def tensor_load(code, opcode, operands):
             if not cta.running:
                 raise AccessError("a copy to a CTA that has ended")
             cta.shared.begin_write(granules)
-            cta.shared.check_loads(granules.ravel() * GRANULE, GRANULE)
         values = descriptor.load(machine.memory, at)
         for cta, of_barrier in targets:
             machine.add_work(deque(), functools.partial(_received, cta, of_barrier, barrier_at, granules, values))
@@ -293,7 +277,6 @@ def st_async(code, opcode, operands):
     def run(w):
         for to, v, at in zip(target(w), w.select(w.registers[value]), barrier(w), strict=True):
             cta, offset = resolve(w, int(to))
-            cta.shared.check_loads(np.array([offset]), 4)
             barrier_cta, barrier_at = resolve(w, int(at))
             w.machine.add_work(deque(), functools.partial(_stored, cta, offset, v, barrier_cta, barrier_at))
 
@@ -403,7 +386,7 @@ def wgmma_wait(code, opcode, operands):
 TABLE = {
     "mbarrier.init": mbarrier_init, "mbarrier.arrive": mbarrier_arrive, "mbarrier.try_wait": mbarrier_try_wait,
     "bar.": bar, "barrier.cluster.arrive": cluster_arrive, "barrier.cluster.wait": cluster_wait,
-    "fence.proxy.async": fence_async, "fence.acq_rel": fence, "fence.sc": fence, "membar": fence,
+    "fence.proxy.async": fence_async,
     "cp.async.bulk.commit_group": bulk_commit, "cp.async.bulk.wait_group": bulk_wait,
     "cp.async.bulk.tensor": lambda code, opcode, operands: (
         tensor_store if ".global.shared::cta" in opcode else tensor_load

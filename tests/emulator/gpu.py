@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 import torch
 
-from emulator.host import Host
-from emulator.machine import Machine
+from emulator import ptx
+from emulator.host import Host, compiled
+from emulator.machine import Launch, Machine
 from fusedmoe.kernels.build import compiler
 from fusedmoe.kernels.sm90 import launch
 
@@ -38,22 +39,28 @@ class EmulatedGpu:
         self.seed = seed
         self.launches = 0
         self.counters = Counters()
-        self.hosts = {}
+        self.hosts = {}  # with the programs of their launches, by kernel
 
     def load(self, kernel):
         """Return the function that launches a kernel, as `compiler.load`."""
 
         def run(*arguments):
-            host = self.hosts.get(kernel)
-            if host is None:
-                host = self.hosts[kernel] = Host(kernel)
+            if kernel not in self.hosts:
+                source, library = compiled(kernel)
+                host = Host(library, kernel.symbol, ptx.parameter_sizes(source))
+                self.hosts[kernel] = host, {program.name: program for program in ptx.parse(source)}
+            host, programs = self.hosts[kernel]
             machine = Machine(self.seed + self.launches, EAGERNESS[self.launches % len(EAGERNESS)])
             self.launches += 1
             for argument in arguments:
                 if isinstance(argument, torch.Tensor):
                     machine.memory.add(argument)
+
+            def launched(name, n, values):
+                machine.run(Launch(programs[name], n[0:3], n[3:6], n[7:10], n[6], values))
+
             try:
-                host(machine.run, *arguments)
+                host(launched, *arguments)
             except BaseException:
                 self.counters.counter.zero_()  # as a launch leaves it that ends
                 raise

@@ -5,84 +5,81 @@ launches. Here it is linked to a CUDA runtime that launches nothing (``stub.c``)
 as if they were on a GPU.
 """
 
-import atexit
 import ctypes
-import functools
-import shutil
+import pickle
 import subprocess
 import tempfile
 from pathlib import Path
 
 import torch
 import tvm_ffi
-from cutlass import cute
+from kit.compiled import compile_keeping
+from kit.kept import contents, kept
 
-from emulator import ptx
-from emulator.machine import Launch
+from fusedmoe.kernels.build.cache_key import key
 
 STUB = Path(__file__).with_name("stub.c")
 LIBRARIES = Path(tvm_ffi.__file__).with_name("lib")
 CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_void_p))
 
 
-@functools.cache
-def compiled_stub():
-    """Return the object file of the stub, once per process."""
-    folder = Path(tempfile.mkdtemp())
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    subprocess.run(["gcc", "-c", "-fPIC", "-O1", "-mcmodel=large", "-o", folder / "stub.o", STUB], check=True)
-    return folder / "stub.o"
-
-
 class Host:
-    """The host function of a kernel."""
+    """The host function of compiled code. ``library``: what `linked` returned; ``sizes``: see `ptx.parameter_sizes`."""
 
-    def __init__(self, kernel):
-        with tempfile.TemporaryDirectory() as folder:
-            source = self._compile(kernel, Path(folder))
-            library = self._link(kernel.symbol, Path(folder))
-            self.stub = ctypes.CDLL(str(library))
-            self.function = tvm_ffi.load_module(str(library))[kernel.symbol]
-        self.programs = {program.name: program for program in ptx.parse(source)}
-        self.run = self.failure = None
-        self.callback = CALLBACK(self._launched)
+    def __init__(self, library, symbol, sizes):
+        with tempfile.NamedTemporaryFile(suffix=".so") as file:
+            file.write(library)
+            file.flush()
+            self.stub = ctypes.CDLL(file.name)
+            self.function = tvm_ffi.load_module(file.name)[symbol]
+        self.sizes = sizes
+        self.launched = self.failure = None
+        self.callback = CALLBACK(self._callback)
         self.stub.stub_set_callback(self.callback)
 
-    @staticmethod
-    def _compile(kernel, folder):
-        plain = cute.compile
-        cute.compile = lambda *args, options: plain(*args, options=f"{options} --keep-ptx --dump-dir {folder}")
-        try:
-            kernel.compile().export_to_c(object_file_path=str(folder / "kernel.o"), function_name=kernel.symbol)
-        finally:
-            cute.compile = plain
-        (source,) = folder.glob("*.ptx")
-        return source.read_text()
+    def __call__(self, launched, *arguments):
+        """Call the host function with CPU tensors and numbers; ``launched(name, numbers, values)`` is each launch.
 
-    @staticmethod
-    def _link(symbol, folder):
-        library = folder / f"{symbol}.so"
-        command = ["gcc", "-shared", "-Wl,-Bsymbolic", "-o", library, folder / "kernel.o", compiled_stub()]
-        command += [f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
-        subprocess.run(command, check=True)
-        return library
-
-    def __call__(self, run, *arguments):
-        """Call the host function with CPU tensors and numbers; `run` receives its launches."""
-        self.run = run
+        The numbers are the grid, the block, the bytes of shared memory and the cluster; values are bytes of parameters.
+        """
+        self.launched = launched
         self.function(*(on_gpu(a) if isinstance(a, torch.Tensor) else a for a in arguments))
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
 
-    def _launched(self, name, numbers, arguments):
+    def _callback(self, name, numbers, arguments):
         try:
-            program = self.programs[name.decode()]
-            values = tuple(ctypes.string_at(arguments[i], p.size) for i, p in enumerate(program.parameters))
-            n = numbers[:10]
-            self.run(Launch(program, tuple(n[0:3]), tuple(n[3:6]), tuple(n[7:10]), n[6], values))
+            name = name.decode()
+            values = [ctypes.string_at(arguments[i], size) for i, size in enumerate(self.sizes[name])]
+            self.launched(name, tuple(numbers[0:10]), values)
         except BaseException as failure:  # noqa: BLE001 no exception passes through C
             self.failure = failure
+
+
+def compiled(kernel, *parts):
+    """Return the PTX of a kernel and its library, kept between runs. ``parts``: see `kit.compiled.compiled`."""
+
+    def compile_():
+        with tempfile.TemporaryDirectory() as folder:
+            library = linked(compile_keeping(kernel, "ptx", folder), kernel.symbol, Path(folder))
+            (source,) = Path(folder).glob("*.ptx")
+            return pickle.dumps((source.read_text(), library))
+
+    return pickle.loads(kept(["PTX", key(kernel), str(LIBRARIES), *contents(STUB, __file__), *parts], compile_))
+
+
+def linked(compiled, symbol, folder, major=9):
+    """Return a shared library with the host code of a compiled kernel, whose function gets a name.
+
+    ``major`` is that of the compute capability which the runtime says.
+    """
+    compiled.export_to_c(object_file_path=str(folder / "kernel.o"), function_name=symbol)
+    library = folder / "kernel.so"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-mcmodel=large", "-Wl,-Bsymbolic", f"-DMAJOR={major}", "-o", library]
+    command += [folder / "kernel.o", STUB, f"-L{LIBRARIES}", "-ltvm_ffi", f"-Wl,-rpath,{LIBRARIES}"]
+    subprocess.run(command, check=True)
+    return library.read_bytes()
 
 
 class _Device(ctypes.Structure):
@@ -130,16 +127,9 @@ class on_gpu:  # noqa: N801, a conversion
         code, bits, *lanes = DTYPES[tensor.dtype]
         self.shape = (ctypes.c_int64 * tensor.dim())(*tensor.shape)
         self.strides = (ctypes.c_int64 * tensor.dim())(*tensor.stride())
-        values = (
-            tensor.data_ptr(),
-            _Device(CUDA, 0),
-            tensor.dim(),
-            _DType(code, bits, *(lanes or [1])),
-            self.shape,
-            self.strides,
-            0,
-        )
-        self.managed = _Managed(_Tensor(*values), None, ctypes.cast(_given_back, ctypes.c_void_p))
+        dtype = _DType(code, bits, *(lanes or [1]))
+        described = _Tensor(tensor.data_ptr(), _Device(CUDA, 0), tensor.dim(), dtype, self.shape, self.strides, 0)
+        self.managed = _Managed(described, None, ctypes.cast(_given_back, ctypes.c_void_p))
 
     def __dlpack__(self, **_):
         _lent[ctypes.addressof(self.managed)] = self

@@ -10,20 +10,20 @@ import numpy as np
 
 from emulator import asynchronous, ptx
 from emulator.arithmetic import ELEMENTWISE, KINDS, from_bf16, operand_kinds, to_bf16
-from emulator.loads import Load
 from emulator.registers import BITS, DTYPES, LANES, U2, U4, U8, Result
 
 SHARED_WINDOW, PARAMETER_WINDOW = 1 << 60, 1 << 61  # of generic addresses
 IGNORED = (
-    "setmaxnreg", "griddepcontrol", "fence.mbarrier_init", "wgmma.fence", "prefetch",
+    "setmaxnreg", "griddepcontrol", "fence.mbarrier_init", "fence.acq_rel", "fence.sc", "membar", "wgmma.fence",
+    "prefetch",
 )  # fmt: skip
 
 
-def compiled(code, instruction, number=None):
-    """Return an instruction's `Result`. ``number``: that of a load which may be outstanding, see `loads`."""
+def compiled(code, instruction):
+    """Return an instruction's `Result`."""
     opcode = instruction.opcode
     if instruction.guard is not None:
-        return predicated(compiled(code, replace(instruction, guard=None), number), *instruction.guard)
+        return predicated(compiled(code, replace(instruction, guard=None)), *instruction.guard)
     run = elementwise(code, instruction)
     if run is not None:
         return Result(run)
@@ -33,8 +33,7 @@ def compiled(code, instruction, number=None):
     for prefix, function in (*TABLE.items(), *asynchronous.TABLE.items()):
         if opcode.startswith(prefix):
             result = function(code, opcode, instruction.operands)
-            result = result if isinstance(result, Result) else Result(result)
-            return result if number is None else outstanding(code, instruction, number, result)
+            return result if isinstance(result, Result) else Result(result)
     raise NotImplementedError(f"line {instruction.line}: no instruction {opcode}")
 
 
@@ -227,24 +226,6 @@ def ld(code, opcode, operands):
             scatter(w, target, value.astype(kind, copy=False))
 
     return run
-
-
-def outstanding(code, instruction, number, result):
-    """Return a load from shared memory that is outstanding from now on."""
-    opcode, (targets, source) = instruction.opcode, instruction.operands
-    count = len(_items(targets))
-    if opcode.startswith("ldmatrix"):
-        addresses, size = _rows_of_matrices(source, code, count), 4
-    else:
-        addresses, size = address_of(code, source, "r"), np.dtype(LOADS[type_of(opcode)][0]).itemsize * count
-    name = f"line {instruction.line}, {opcode}"
-
-    def run(w):
-        load = Load(number, name, w, addresses(w), size)
-        result.run(w)
-        w.loads.issue(load)
-
-    return Result(run, members=result.members)
 
 
 def scatter(w, target, values):

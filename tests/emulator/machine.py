@@ -17,7 +17,6 @@ import numpy as np
 from emulator import ptx
 from emulator.asynchronous import Queue
 from emulator.barriers import EmulationError, Meeting
-from emulator.loads import Loads
 from emulator.memory import RESERVED, Global, Shared
 from emulator.program import Compiled
 from emulator.tensor_map import TensorMap
@@ -81,11 +80,6 @@ class Cta:
             raise EmulationError(f"no mbarrier was initialized at {address:#x}")
         return found
 
-    def order_loads(self):
-        """Order the loads that were outstanding at an arrival: some thread of the CTA has waited for it."""
-        for warp in self.warps:
-            warp.loads.finish(warp.loads.released)
-
     def meeting(self, number):
         return self.named.setdefault(number, Meeting())
 
@@ -116,7 +110,6 @@ class Warp:
         self.product_groups = deque()
         self.copies = Queue()  # of cp.async, and arrivals
         self.bulk = Queue()  # of tensor copies to global memory, with groups
-        self.loads = Loads(cta.shared)
 
     def __str__(self):
         return f"CTA {self.cta.index}, warp {self.index}"
@@ -168,8 +161,6 @@ class Warp:
                     needed = (ALL if block.members == "all" else self.only_of(group, block.members)) & self.live
                     if group.lanes & needed != needed:
                         continue
-                if block.orders is not None and not self.loads.order(block.orders):
-                    continue
                 best = group
         return best
 

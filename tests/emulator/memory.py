@@ -72,7 +72,6 @@ class Shared:
         self.readers = np.zeros(count, np.int16)  # asynchronous reads under way
         self.written_at = np.full(count, -1, np.int64)  # by a thread
         self.writer = np.zeros(count, np.int16)  # its warp
-        self.loads = {}  # those that may be outstanding, as keys
 
     def words(self, addresses, dtype, *, write, now=0, warp=0):
         """Return an array of words, and the index of each address in it, for an access by threads."""
@@ -108,22 +107,6 @@ class Shared:
         self.incoming[granules] -= 1
         self.written_at[granules] = written_at
         self.writer[granules] = writer
-
-    def check_loads(self, addresses, size):
-        """Check that no load may still be reading ``size`` bytes at any of the addresses.
-
-        For writes by other CTAs and by asynchronous copies. An arrival orders loads before the CTA's own stores.
-        """
-        if not self.loads:
-            return
-        loading = np.zeros(len(self.granules), bool)
-        loading[np.concatenate([load.addresses.ravel() for load in self.loads]) // GRANULE] = True
-        if not loading[addresses // GRANULE].any():
-            return
-        for load in self.loads:
-            first, last = load.addresses.astype(np.int64).ravel(), addresses[:, None]
-            if ((first < last + size) & (last < first + load.size)).any():
-                raise AccessError(f"overwrites shared memory that a load may still be reading: {load}")
 
     def check_visible(self, granules, fences, warp):
         """Check that an asynchronous read by a warp sees all bytes; `fences` are the times of their last fences."""

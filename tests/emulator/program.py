@@ -1,7 +1,7 @@
 """A PTX kernel as blocks of Python functions.
 
 A block is a run of instructions without a jump into it. It ends with at most one jump, or with one instruction that may
-suspend the warp. An instruction that lanes have to run together begins a block, and so does one that orders loads.
+suspend the warp. An instruction that lanes have to run together begins a block.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ import numpy as np
 
 from emulator import ptx
 from emulator.instructions import compiled
-from emulator.loads import JUMPS, find
 from emulator.memory import RESERVED
 from emulator.registers import BITS, DTYPES, GARBAGE, LANES, U4
 
 PARAMETERS_ALIGNED = 128
+JUMPS = ("bra", "bra.uni", "ret")
 
 
 @dataclass
@@ -23,7 +23,6 @@ class Block:
     instructions: list  # for messages
     wait: object = None  # a function of the warp that returns a condition to wait for, or None
     members: object = None  # lanes that run it together: "all", or the slot of a mask
-    orders: frozenset | None = None  # the numbers of loads that complete before it, see `loads`
     branch: tuple | None = None  # the slot of the predicate, and whether it is negated
     target: int | None = None
     next: int | None = None  # None: the lanes end
@@ -98,12 +97,8 @@ class Compiled:
 
     def _blocks(self):
         code, labels = self.program.instructions, self.program.labels
-        found = find(self.program)
-        results = [
-            None if i.opcode in JUMPS else compiled(self, i, n if n in found.loads else None)
-            for n, i in enumerate(code)
-        ]
-        begins = {0, *labels.values(), *found.orders}
+        results = [None if i.opcode in JUMPS else compiled(self, i) for i in code]
+        begins = {0, *labels.values()}
         for at, (instruction, result) in enumerate(zip(code, results, strict=True)):
             if instruction.opcode in JUMPS or (result is not None and result.waits):
                 begins.add(at + 1)
@@ -114,7 +109,7 @@ class Compiled:
         blocks = []
         for i, begin in enumerate(begins):
             end = begins[i + 1] if i + 1 < len(begins) else len(code)
-            block = Block([], code[begin:end], next=i + 1 if end < len(code) else None, orders=found.orders.get(begin))
+            block = Block([], code[begin:end], next=i + 1 if end < len(code) else None)
             for instruction, result in zip(code[begin:end], results[begin:end], strict=True):
                 if instruction.opcode == "ret":
                     assert instruction.guard is None

@@ -9,6 +9,7 @@ PARAMETER = re.compile(r"\.param\s+(?:\.align \d+ )?\.(\w+) (\w+?)(?:\[(\d+)\])?
 LABEL = re.compile(r"([$\w]+):\s*")
 GUARD = re.compile(r"@(!?)(%?\w+)\s+")
 FLOAT = re.compile(r"0[fFdD][0-9A-Fa-f]+$")
+SIZES = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8, "s64": 8, "b64": 8}
 NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?$")
 
 
@@ -83,18 +84,22 @@ def parse(text):
     return [_program(text, found) for found in ENTRY.finditer(text)]
 
 
+def parameter_sizes(text):
+    """Return the bytes of each parameter of each kernel of a PTX file, by the kernel's name."""
+    return {found[1]: [parameter.size for parameter in _parameters(found[2])] for found in ENTRY.finditer(text)}
+
+
+def _parameters(text):
+    found = [PARAMETER.search(line.rstrip(",")) for line in text.splitlines() if line.strip()]
+    return tuple(Parameter(p[2], int(p[3] or 1) * SIZES[p[1]]) for p in found)
+
+
 def _program(text, found):
-    name, parameters = found.groups()
     begin, end, depth = found.end(), found.end(), 1
     while depth:
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         end += 1
-    sizes = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "b32": 4, "f32": 4, "u64": 8, "s64": 8, "b64": 8}
-    parameters = (line.rstrip(",") for line in parameters.splitlines())
-    parameters = [PARAMETER.search(line) for line in parameters if line.strip()]
-    program = Program(
-        name, tuple(Parameter(p[2], int(p[3]) * sizes[p[1]] if p[3] else sizes[p[1]]) for p in parameters)
-    )
+    program = Program(found[1], _parameters(found[2]))
     _Body(program).read(text[begin : end - 1], text[:begin].count("\n") + 1)
     return program
 

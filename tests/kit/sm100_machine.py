@@ -25,8 +25,18 @@ ACTIVATION, DACTIVATION = "sm100.activation", "sm100.dactivation"
 GEMM_COMBINE, DGRAD_DDISPATCH = "sm100.grouped_gemm_combine", "sm100.grouped_dgrad_ddispatch"
 GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD = "sm100.gathered_quantize", "sm100.gathered_quantize_grad"
 
-NVFP4_KERNEL = quantize_functions.bind_quantize_packed_nvfp4
-KERNELS = quantize_functions.bind_quantize_packed, quantize_functions.bind_quantize_packed_weight  # need a GPU
+# the rules of `fusedmoe.builtin_rules.ROWS`
+MOVING = {
+    f"{PREFIX}{name}"
+    for name in (
+        "dispatch", "combine", "dcombine", "combine_weight_grad", "ddispatch", "dispatch_weight_grad", "column_sums",
+        "linear_column_sums", "offsets_from_splits",
+    )
+}  # fmt: skip
+QUANTIZE_FUNCTIONS = {  # which need a GPU
+    name: getattr(quantize_functions, name)
+    for name in ("bind_quantize_packed", "bind_quantize_packed_weight", "bind_quantize_packed_nvfp4")
+}
 
 
 @pytest.fixture
@@ -37,9 +47,8 @@ def blackwell_machine(monkeypatch):
     monkeypatch.setattr(package, "why_missing", lambda: None)
     monkeypatch.setattr(package, "why_unverified", lambda: None)
     sm90_stand_ins.install(monkeypatch.setattr)  # of the kernels that sort, move and sum rows
-    monkeypatch.setattr(quantize_functions, "bind_quantize_packed", bind_quantize_packed)
-    monkeypatch.setattr(quantize_functions, "bind_quantize_packed_weight", bind_quantize_packed_weight)
-    monkeypatch.setattr(quantize_functions, "bind_quantize_packed_nvfp4", bind_quantize_packed_nvfp4)
+    for name in QUANTIZE_FUNCTIONS:
+        monkeypatch.setattr(quantize_functions, name, globals()[name])
 
 
 def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, halves=False):

@@ -4,12 +4,13 @@ from itertools import pairwise
 
 import torch
 
-from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4, quantize
+from fusedmoe.numerics.formats import mxfp8, quantize
 from fusedmoe.numerics.formats.casts import from_codes, unpack
 from fusedmoe.numerics.formats.format import E2M1
-from fusedmoe.numerics.formats.packed import Packed, deinterleave, interleave, quantize_packed
+from fusedmoe.numerics.formats.packed import deinterleave, interleave
 from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
 from fusedmoe.ops.glu import SquaredReLU, SwiGLU
+from kit import sm100_machine
 
 BF16 = torch.bfloat16
 
@@ -50,48 +51,7 @@ def wgrad(dy, x, ends, out, accumulate=False):
     out.copy_(out + sums if accumulate else sums)
 
 
-def bind_quantize_packed(x, offsets, index=None, *, rows=True, columns=False, halves=False):
-    def run(x, offsets, index=None):
-        source = x if index is None else x[index]
-        wanted = [axis for axis, given in ((-1, rows), (-2, columns)) if given]
-        return tuple(
-            quantize_packed(source, Quantizer(mxfp8()), Packed(axis, halves), offsets).tensors() for axis in wanted
-        )
-
-    return run
-
-
-def bind_quantize_packed_weight(weight, *, rows=True, columns=False, halves=False):
-    wanted = [axis for axis, given in ((-1, rows), (-2, columns)) if given]
-    return lambda weight: tuple(
-        quantize_packed(weight, Quantizer(mxfp8()), Packed(axis, halves)).tensors() for axis in wanted
-    )
-
-
-def bind_quantize_packed_nvfp4(
-    x, offsets, index=None, *, rows=True, columns=False, halves=False, rotated=False, stochastic=False, packed=False
-):
-    wanted = [axis for axis, given in ((-1, rows), (-2, columns)) if given]
-    quantizer = Quantizer(nvfp4(), hadamard=rotated, stochastic_rounding=stochastic)
-
-    def run(x, offsets, factors, random=(), index=None):
-        source, end = x if index is None else x[index], x.shape[0]
-        if packed:  # already, so that only what follows them is padded more
-            source = source.clone()
-            source[offsets[-1] :] = 0
-        forms = [quantize_packed(source, quantizer, Packed(axis, halves), offsets) for axis in wanted]
-        if not packed:
-            return tuple((form.data, form.scale) for form in forms)
-        lengths = (slice(end), slice(None)), (slice(None), slice(end // 2))
-        return tuple(
-            (form.data[lengths[0 if axis == -1 else 1]].contiguous(), form.scale[: end * x.shape[1] // 16])
-            for axis, form in zip(wanted, forms, strict=True)
-        )
-
-    return run
-
-
-QUANTIZE = {f.__name__: f for f in (bind_quantize_packed, bind_quantize_packed_weight, bind_quantize_packed_nvfp4)}
+QUANTIZE = {name: getattr(sm100_machine, name) for name in sm100_machine.QUANTIZE_FUNCTIONS}
 GROUPED = {f.__name__: f for f in (gemm, gemm_activation_quantize, gemm_derivative_quantize, wgrad)}
 GROUPED_NVFP4 = {f.__name__: f for f in (gemm, gemm_activation, gemm_derivative, wgrad)}
 

@@ -15,6 +15,11 @@ from fusedmoe.kernels.build import toolkit
 LIBS = "nvidia-cutlass-dsl-libs-cu{}"
 
 
+def forget():
+    toolkit.driver_cuda.cache_clear()
+    toolkit.why_unusable.cache_clear()
+
+
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with these versions of the DSL and of its libraries, a driver, and torch for a CUDA version."""
@@ -44,81 +49,48 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.version, "cuda", cuda)
         forget()
 
-    def forget():
-        toolkit.driver_cuda.cache_clear()
-        toolkit.why_unusable.cache_clear()
-
     forget()
     yield make
     monkeypatch.undo()
     forget()
 
 
-def reported():
-    return {fact.name: fact.value for fact in doctor.doctor().packages}.get("its CUDA libraries")
-
-
-def test_without_a_driver_the_newest_is_chosen(machine):
-    machine(cu12="4.8.1", cu13="4.8.1")
-    assert (toolkit.driver_cuda(), toolkit.chosen(), toolkit.why_unusable()) == (None, 13, None)
-    assert reported() == "cu12 4.8.1, cu13 4.8.1; cu13 is used"
+BOTH = {"cu12": "4.8.1", "cu13": "4.8.1"}
+OF_13 = "nvidia-cutlass-dsl has libraries for CUDA 13, and the driver supports CUDA"
+PIP = "pip install nvidia-cutlass-dsl-libs-cu{}==4.8.1"
 
 
 @pytest.mark.parametrize(
-    ("driver", "known", "chosen"), [(12090, (12, 9), 12), (13000, (13, 0), 13), (13020, (13, 2), 13)]
-)
-def test_the_newest_that_the_driver_knows_is_chosen(machine, driver, known, chosen):
-    machine(cu12="4.8.1", cu13="4.8.1", driver=driver)
-    assert (toolkit.driver_cuda(), toolkit.chosen(), toolkit.why_unusable()) == (known, chosen, None)
-
-
-def test_the_default_beside_a_newer_torch_works_and_names_the_extra(machine):
-    """As `pip install .` leaves it: torch for CUDA 13, the DSL for CUDA 12."""
-    machine(cu12="4.8.1", driver=13020, cuda="13.2")
-    assert toolkit.why_unusable() is None
-    text = reported()
-    assert text.startswith("cu12 4.8.1; torch has CUDA 13.2, which is compatible")
-    assert "pip install 'fusedmoe[cu13]'" in text
-
-
-def test_an_older_torch_needs_no_extra(machine):
-    machine(cu12="4.8.1", cu13="4.8.1", driver=13020, cuda="12.8")
-    assert reported() == "cu12 4.8.1, cu13 4.8.1; cu13 is used; torch has CUDA 12.8, which is compatible"
-    machine(cu12="4.8.1", driver=12090, cuda="12.8")
-    assert reported() == "cu12 4.8.1"
-
-
-def test_libraries_newer_than_the_driver_are_unusable(machine):
-    machine(cu13="4.8.1", driver=12080, cuda="12.8")
-    remedy = "pip install nvidia-cutlass-dsl-libs-cu12==4.8.1, or update the driver"
-    expected = f"nvidia-cutlass-dsl has libraries for CUDA 13, and the driver supports CUDA 12.8: {remedy}"
-    assert (toolkit.chosen(), toolkit.why_unusable()) == (None, expected)
-    assert reported() == f"unusable: {expected}"
-
-
-def test_a_driver_that_no_libraries_are_for(machine):
-    machine(cu12="4.8.1", driver=11080)
-    assert toolkit.why_unusable().endswith("and the driver supports CUDA 11.8: update the driver")
-
-
-def test_no_libraries(machine):
-    """As `pip install --no-deps nvidia-cutlass-dsl` leaves it: the package can be found, and cannot be imported."""
-    machine()
-    assert toolkit.why_unusable() == (
-        "nvidia-cutlass-dsl 4.8.1 lacks its libraries: pip install nvidia-cutlass-dsl-libs-cu12==4.8.1"
-    )
-
-
-def test_libraries_of_another_version(machine):
-    machine(cu12="4.8.1", cu13="4.8.0")
-    assert reported().endswith(
-        "; their version is not that of nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl-libs-cu13==4.8.1"
-    )
-
-
-def test_no_dsl(machine):
-    machine(dsl=None)
-    assert (toolkit.why_unusable(), reported()) == (None, None)
+    ("installed", "known", "chosen", "unusable", "reported"),
+    [
+        (BOTH, None, 13, None, "cu12 4.8.1, cu13 4.8.1; cu13 is used"),
+        (BOTH | {"driver": 12090}, (12, 9), 12, None, "cu12 4.8.1, cu13 4.8.1; cu12 is used"),
+        (BOTH | {"driver": 13020}, (13, 2), 13, None, "cu12 4.8.1, cu13 4.8.1; cu13 is used"),
+        # as `pip install .` leaves it: torch for CUDA 13, the DSL for CUDA 12
+        ({"cu12": "4.8.1", "driver": 13020, "cuda": "13.2"}, (13, 2), 12, None,
+         "cu12 4.8.1; torch has CUDA 13.2, which is compatible"),
+        (BOTH | {"driver": 13020, "cuda": "12.8"}, (13, 2), 13, None,
+         "cu12 4.8.1, cu13 4.8.1; cu13 is used; torch has CUDA 12.8, which is compatible"),
+        ({"cu12": "4.8.1", "driver": 12090, "cuda": "12.8"}, (12, 9), 12, None, "cu12 4.8.1"),
+        ({"cu13": "4.8.1", "driver": 12080}, (12, 8), None, f"{OF_13} 12.8: {PIP.format(12)}, or update the driver",
+         f"unusable: {OF_13} 12.8: {PIP.format(12)}, or update the driver"),
+        ({"cu12": "4.8.1", "driver": 11080}, (11, 8), None,
+         f"{OF_13.replace('13', '12')} 11.8: update the driver", "unusable: "),
+        # as `pip install --no-deps nvidia-cutlass-dsl` leaves it: the package can be found, and cannot be imported
+        ({}, None, None, f"nvidia-cutlass-dsl 4.8.1 lacks its libraries: {PIP.format(12)}", "unusable: "),
+        ({"cu12": "4.8.1", "cu13": "4.8.0"}, None, 13, None, "cu12 4.8.1, cu13 4.8.0; cu13 is used; their version"),
+        ({"dsl": None}, None, None, None, None),
+    ],
+)  # fmt: skip
+def test_libraries(installed, known, chosen, unusable, reported, machine):
+    machine(**installed)
+    assert (toolkit.driver_cuda(), toolkit.chosen(), toolkit.why_unusable()) == (known, chosen, unusable)
+    found = {fact.name: fact.value for fact in doctor.doctor().packages}.get("its CUDA libraries")
+    assert found is None if reported is None else found.startswith(reported)
+    if installed.get("cuda") == "13.2":
+        assert "pip install 'fusedmoe[cu13]'" in found
+    if installed.get("cu13") == "4.8.0":
+        assert found.endswith(f"their version is not that of nvidia-cutlass-dsl: {PIP.format(13)}")
 
 
 @pytest.mark.usefixtures("builtin_rules")
@@ -129,14 +101,13 @@ def test_a_plan_is_not_fused_with_libraries_that_cannot_be_loaded(machine, monke
     chain = fm.Sequential(fm.GroupedLinear(2, 16, 16), fm.SquaredReLU()).bfloat16()
     plan = chain.explain(torch.ones(4, 16, dtype=torch.bfloat16), splits=torch.tensor([1, 3]))
     assert not any(step.rule for step in plan.steps)
-    assert "the driver supports CUDA 12.8: pip install nvidia-cutlass-dsl-libs-cu12==4.8.1" in " ".join(
-        str(plan).split()
-    )
+    assert f"the driver supports CUDA 12.8: {PIP.format(12)}" in " ".join(str(plan).split())
 
 
-def test_it_imports_no_dsl():
+def test_the_package_alone_imports_no_compiler():
     code = (
-        "import sys; from fusedmoe.kernels.build import toolkit; toolkit.why_unusable(); "
+        "import sys; import fusedmoe.commands.compile, fusedmoe.kernels.build.shipped; "
+        "from fusedmoe.kernels.build import toolkit; toolkit.why_unusable(); "
         "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

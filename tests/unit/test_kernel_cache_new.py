@@ -1,0 +1,689 @@
+"""Compiled kernels: from memory, from the cache on disk, or compiled; and never from a file that is not theirs.
+
+A function that came from an object file refuses tensors that are not on a GPU, naming the argument: that it does so
+shows, without a GPU, which kernel it is.
+"""
+
+import fnmatch
+import functools
+import json
+import logging
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from kit.kept import kept
+
+import fusedmoe
+from fusedmoe.commands.main import main
+from fusedmoe.kernels.build import cache, cache_key, compiler, shipped
+
+pytest.importorskip("cutlass")
+
+import cutlass
+
+from fusedmoe.kernels.rows.move.slots import SlotValues
+
+KERNEL = SlotValues("fp32")
+
+
+@functools.cache
+def object_of(symbol):
+    """The object file of some kernel, with a function of this name; compiled once for all tests."""
+
+    def compile_():
+        with tempfile.TemporaryDirectory() as folder:
+            KERNEL.compile().export_to_c(object_file_path=f"{folder}/toy.o", function_name=symbol)
+            return Path(folder, "toy.o").read_bytes()
+
+    return kept(["object", symbol, cache_key.key(KERNEL)], compile_)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A kernel that takes no time to compile."""
+
+    number: int = 1
+    sources: tuple[str, ...] = (__name__,)
+    arch: str = "sm_90a"
+
+    @property
+    def symbol(self):
+        return f"toy_{self.number}"
+
+    def compile(self):
+        return self
+
+    def export_to_c(self, object_file_path, function_name):
+        Path(object_file_path).write_bytes(object_of(function_name))
+
+
+@dataclass(frozen=True)
+class Broken(Toy):
+    symbol: str = "toy_broken"
+
+    def compile(self):
+        raise RuntimeError("no such instruction")
+
+
+@dataclass(frozen=True)
+class Deadly(Toy):
+    """Ends its process, unless it is the test's own."""
+
+    symbol: str = "toy_deadly"
+    survivor: int = 0
+
+    def compile(self):
+        assert os.getpid() != self.survivor
+        os._exit(1)
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path, monkeypatch):
+    """A cache directory of the test's own, and nothing loaded yet."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(cache.VARIABLE, str(folder))
+    monkeypatch.setattr(cache_key, "_started_ns", time.time_ns())  # this file may be younger than the test session
+    another_process(monkeypatch)
+    yield folder
+    cache_key.built_with.cache_clear()
+
+
+def another_process(monkeypatch):
+    """Forget what is in memory, as if the process began here."""
+    monkeypatch.setattr(compiler, "_state", compiler._State({}, {}, set()))
+
+
+def place(kernel):
+    found = compiler.entry(kernel)
+    assert found is not None
+    return found
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def refuses_cpu_tensors(function):
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        function(torch.ones(4), torch.ones(4, dtype=torch.int64), torch.ones(4))
+
+
+# ---- where a kernel comes from
+
+
+def test_memory_then_disk_then_compiler(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "fusedmoe.kernels.build.compiler")
+    assert not compiler.is_cached(Toy())
+    first = compiler.load(Toy())
+    assert compiler.stats() == (1, 0, 1)
+    assert caplog.messages[0].startswith("compiled toy_1 in ")
+    assert compiler.load(Toy()) is first
+    assert compiler.is_cached(Toy())
+    another_process(monkeypatch)
+    second = compiler.load(Toy())
+    assert compiler.stats() == (0, 1, 1)
+    assert len(caplog.messages) == 1
+    refuses_cpu_tensors(first)
+    refuses_cpu_tensors(second)
+    manifest = json.loads(place(Toy()).manifest_file.read_text())
+    assert manifest["key"] == cache_key.key(Toy())
+    assert manifest["built_with"]["fusedmoe"] == fusedmoe.__version__
+    assert cache_key.platform.machine() in manifest["built_with"]["CPU"]
+
+
+def test_threads_compile_once():
+    functions = []
+    threads = [threading.Thread(target=lambda: functions.append(compiler.load(Toy()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert compiler.stats() == (1, 0, 1)
+    assert functions == [functions[0]] * 4
+
+
+def test_the_lock_of_a_dead_process_holds_nobody_up():
+    place(Toy())._make_folder()
+    code = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, place(Toy()).lock_file], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"locked\n"
+        process.send_signal(signal.SIGKILL)
+    begin = time.monotonic()
+    compiler.load(Toy())
+    assert time.monotonic() - begin < 30
+    assert compiler.stats() == (1, 0, 1)
+
+
+def test_a_lock_held_for_too_long_is_passed_by(monkeypatch, caplog):
+    monkeypatch.setattr(cache, "PATIENCE_S", 0.1)
+    caplog.set_level(logging.INFO)
+    with place(Toy()).locked():
+        compiler.load(Toy())
+    assert "waiting for another process to compile toy_1" in caplog.messages
+    assert len(warnings(caplog)) == 1
+    assert compiler.is_cached(Toy())
+
+
+def failing(number, message):
+    def fails(*arguments):
+        raise OSError(number, message)
+
+    return fails
+
+
+def test_a_file_system_without_locks(monkeypatch):
+    monkeypatch.setattr("fcntl.flock", failing(95, "Operation not supported"))
+    compiler.load(Toy())
+    assert compiler.is_cached(Toy())
+
+
+def test_symbols():
+    compiler.load(Toy(1))
+    with pytest.raises(ValueError, match="two kernels have the symbol 'toy_1'"):
+        compiler.load(Toy(1, arch="sm_100a"))
+    for symbol in ("../toy", "1toy", "", "toy-1", "x" * 201, "toy\n"):
+        with pytest.raises(ValueError, match="is not a C identifier"):
+            compiler.load(Broken(symbol=symbol))
+
+
+def test_a_kernel_that_does_not_compile_leaves_nothing_behind(root):
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no such instruction"):
+            compiler.load(Broken())
+    assert {path.suffix for path in root.rglob("*") if path.is_file()} == {".lock"}
+    assert compiler.stats() == (0, 0, 0)
+
+
+# ---- entries that are damaged or not trusted
+
+
+def flip(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def other_manifest(**fields):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def link(path):
+    os.replace(path, path.with_suffix(".elsewhere"))
+    path.symlink_to(path.with_suffix(".elsewhere"))
+
+
+def give_away(path, monkeypatch):
+    if os.geteuid() == 0:
+        os.chown(path, 65534, -1)
+    else:
+        others = os.geteuid() + 1
+        monkeypatch.setattr(cache.os, "geteuid", lambda: others)
+
+
+def replaced(make):
+    return lambda path: (path.unlink(), make(path))
+
+
+NO_FILES = {
+    "directory": (replaced(Path.mkdir), "is not a regular file"),
+    "pipe": (replaced(os.mkfifo), "is not a regular file"),
+    "link": (link, "cannot be opened"),
+    "dangling link": (replaced(lambda path: path.symlink_to("nothing")), "cannot be opened"),
+    "socket": (replaced(lambda path: socket.socket(socket.AF_UNIX).bind(str(path))), "cannot be opened"),
+    "terabyte": (lambda path: os.truncate(path, 2**40), "is larger than"),
+    "writable by everyone": (lambda path: path.chmod(0o666), "is writable by everyone"),
+}
+OBJECTS = {
+    **{f"bit of byte {at}": (lambda path, at=at: flip(path, at), "sha256") for at in (0, 4, -1)},
+    **{f"{size} bytes": (lambda path, size=size: os.truncate(path, size), "sha256") for size in (0, 3)},
+    "missing": (Path.unlink, "no object"),
+}
+TEXTS = [b"", b"{", b"[]", b"null", b"\xff", b"[" * 200_000, b"[" * 200_000 + b"]" * 200_000, bytes(1000),
+         b'{"symbol": ' + b"[" * 900 + b"]" * 900 + b"}", b'{"symbol": ' + b"9" * 10_000 + b"}", b'{"symbol": NaN}',
+         '{"symbol": "toy"}'.encode("utf-16"), b'{"symbol": {}, "key": [], "sha256": 1}',
+         b'{"symbol": "' + b"a" * 1_000_000 + b'"}']  # fmt: skip
+MANIFESTS = {
+    **{f"text {i}": (lambda path, text=text: path.write_bytes(text), "its manifest") for i, text in enumerate(TEXTS)},
+    **{f"{name} {value}": (other_manifest(**{name: value}), f"its manifest has {name} {value!r}")
+       for name in ("symbol", "key", "sha256") for value in ("0" * 64, None)},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+@pytest.mark.parametrize(
+    ("part", "damage", "message"),
+    [
+        pytest.param(part, *case, id=f"{part}-{name}")
+        for part, cases in (("object_file", NO_FILES | OBJECTS), ("manifest_file", NO_FILES | MANIFESTS))
+        for name, case in cases.items()
+    ],
+)
+def test_a_damaged_entry_is_never_used(part, damage, message, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # the names of sockets are short
+    entry = cache.Entry(Path("."), "toy", "0" * 63 + "1")
+    entry.write(b"an object", {})
+    assert entry.read() == b"an object"
+    damage(getattr(entry, part))
+    with pytest.raises(cache.DamagedError, match=message) as raised:
+        entry.read()
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [("open", (13, "Permission denied"), "opened"), ("fstat", (116, "Stale file handle"), "read")],
+)
+def test_files_that_cannot_be_read(function, error, message, monkeypatch, tmp_path):
+    """The second as on a network file system that has gone."""
+    entry = cache.Entry(tmp_path, "toy", "0" * 64)
+    entry.write(b"an object", {})
+    with monkeypatch.context() as patch:  # pytest opens files too
+        patch.setattr(cache.os, function, failing(*error))
+        with pytest.raises(cache.DamagedError, match=rf"cannot be {message} \({error[1]}\)"):
+            entry.read()
+
+
+def another_entry(monkeypatch):
+    compiler.load(Toy(2))
+    for part in ("object_file", "manifest_file"):
+        os.replace(getattr(place(Toy(2)), part), getattr(place(Toy(1)), part))
+
+
+def of_another_user(monkeypatch):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    give_away(place(Toy()).object_file, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda monkeypatch: flip(place(Toy()).object_file, 100), "sha256"),
+        (lambda monkeypatch: place(Toy()).manifest_file.write_bytes(b"[" * 200_000), "manifest"),
+        (another_entry, "symbol 'toy_2'"),
+        (of_another_user, "belongs to another user (id 65534)"),
+    ],
+    ids=["flipped bit", "deep manifest", "entry of another kernel", "another user"],
+)
+def test_a_damaged_entry_is_compiled_again(damage, words, monkeypatch, caplog):
+    """Once, with a warning, and the entry is whole."""
+    compiler.load(Toy())
+    good = place(Toy()).object_file.read_bytes()
+    damage(monkeypatch)
+    another_process(monkeypatch)
+    caplog.clear()
+    assert not compiler.is_cached(Toy())
+    refuses_cpu_tensors(compiler.load(Toy()))
+    assert compiler.stats() == (1, 0, 1)
+    (record,) = warnings(caplog)
+    assert str(place(Toy()).object_file) in record
+    assert words in record
+    another_process(monkeypatch)
+    compiler.load(Toy())
+    assert compiler.stats() == (0, 1, 1)
+    assert place(Toy()).object_file.read_bytes() == good
+    assert place(Toy()).object_file.stat().st_mode & 0o777 == 0o644
+
+
+def test_an_object_without_its_manifest_is_what_an_interrupted_process_leaves(monkeypatch, caplog):
+    compiler.load(Toy())
+    place(Toy()).manifest_file.unlink()
+    another_process(monkeypatch)
+    compiler.load(Toy())
+    assert compiler.stats() == (1, 0, 1)
+    assert warnings(caplog) == []
+
+
+def test_a_manifest_that_is_a_directory_is_compiled_past(monkeypatch, caplog):
+    """It cannot be written either: every process compiles, and says both."""
+    compiler.load(Toy())
+    path = place(Toy()).manifest_file
+    path.unlink()
+    path.mkdir()
+    another_process(monkeypatch)
+    refuses_cpu_tensors(compiler.load(Toy()))
+    assert compiler.stats() == (1, 0, 1)
+    damaged, unwritten = warnings(caplog)
+    assert f"{path.name} is not a regular file" in damaged
+    assert "cannot write to" in unwritten
+
+
+# ---- directories
+
+
+def version_folder(root):
+    return root / fusedmoe.__version__
+
+
+def no_home(root, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(cache.VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(cache.Path, "home", home)
+
+
+@pytest.mark.parametrize(
+    ("exists", "spoil", "words"),
+    [
+        (False, lambda root, monkeypatch: root.write_text("a file"), ("cannot write to", "cache")),
+        (False, no_home, ("home directory",)),
+        (True, lambda root, monkeypatch: root.chmod(0o777), ("is writable by everyone",)),
+        (True, lambda root, monkeypatch: version_folder(root).chmod(0o777), (fusedmoe.__version__, "by everyone")),
+        (True, give_away, ("belongs to another user",)),
+        (True, lambda root, monkeypatch: give_away(version_folder(root), monkeypatch), ("belongs to another user",)),
+    ],
+    ids=["a file", "no home", "writable", "writable version", "another user", "version of another user"],
+)
+def test_a_directory_that_is_not_used(exists, spoil, words, root, monkeypatch, caplog):
+    """Kernels are kept in memory, with one warning, and no entry is written."""
+    if exists:
+        compiler.load(Toy(1))
+        another_process(monkeypatch)
+    spoil(root, monkeypatch)
+    before = sorted(root.rglob("*")) if root.is_dir() else []
+    for kernel in (Toy(1), Toy(2)):
+        refuses_cpu_tensors(compiler.load(kernel))
+    assert compiler.stats() == (2, 0, 2)
+    assert compiler.load(Toy(1)) is compiler.load(Toy(1))
+    assert not compiler.is_cached(Toy(1))
+    (record,) = warnings(caplog)
+    assert record.startswith("compiled kernels are kept in memory only: ")
+    assert all(word in record for word in (*words, cache.VARIABLE))
+    assert (sorted(root.rglob("*")) if root.is_dir() else []) == before
+
+
+def test_a_full_disk(root, caplog, monkeypatch):
+    place(Toy())._make_folder()
+    monkeypatch.setattr(cache.os, "fsync", failing(28, "No space left on device"))
+    for kernel in (Toy(1), Toy(2)):
+        compiler.load(kernel)
+    (record,) = warnings(caplog)
+    assert "No space left on device" in record
+    assert {path.suffix for path in root.rglob("*") if path.is_file()} == {".lock"}  # no temporary file is left
+
+
+def test_what_root_built_is_used(monkeypatch, caplog):
+    compiler.load(Toy())
+    distrust = cache._distrust
+    monkeypatch.setattr(cache, "_distrust", lambda status: distrust(os.stat_result((*status[:4], 0, *status[5:]))))
+    monkeypatch.setattr(cache.os, "geteuid", lambda: 12345)
+    another_process(monkeypatch)
+    compiler.load(Toy())
+    assert compiler.stats() == (0, 1, 1)
+    assert warnings(caplog) == []
+
+
+def test_a_wide_umask_makes_no_directory_that_is_refused(root):
+    before = os.umask(0)
+    try:
+        compiler.load(Toy())
+    finally:
+        os.umask(before)
+    assert compiler.is_cached(Toy())
+    assert all(not path.stat().st_mode & 0o022 for path in [root, *root.rglob("*")])
+
+
+@pytest.mark.parametrize(
+    ("variable", "xdg", "expected"),
+    [
+        ("{home}/here", "{home}/xdg", "here"),
+        ("~/there", None, "there"),
+        ("", "{home}/xdg", "xdg/fusedmoe"),
+        (None, "{home}/xdg", "xdg/fusedmoe"),
+        (None, "relative", ".cache/fusedmoe"),
+        (None, "", ".cache/fusedmoe"),
+        (None, None, ".cache/fusedmoe"),
+    ],
+)
+def test_which_directory(variable, xdg, expected, monkeypatch, tmp_path):
+    home = Path(os.path.realpath(tmp_path))
+    monkeypatch.setenv("HOME", str(home))
+    for name, value in ((cache.VARIABLE, variable), ("XDG_CACHE_HOME", xdg)):
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value.format(home=home))
+    assert cache.folder("1.2.3") == home / expected / "1.2.3"
+    assert cache.folder("1.2.3", home / "given") == home / "given" / "1.2.3"
+
+
+def test_switched_off(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv(cache.VARIABLE, "0")
+    monkeypatch.chdir(tmp_path)
+    refuses_cpu_tensors(compiler.load(Toy()))
+    assert compiler.stats() == (1, 0, 1)
+    assert not compiler.is_cached(Toy())
+    assert warnings(caplog) == []
+    with pytest.raises(cache.CacheUnusableError, match="FUSEDMOE_CACHE_DIR=0"):
+        compiler.build(Toy())
+    assert list(tmp_path.iterdir()) == []  # no directory called 0 either
+
+
+# ---- the key of an entry
+
+
+def test_the_key_is_that_of_the_text_of_the_sources(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package = tmp_path / "toy_package" / "inner"
+    package.mkdir(parents=True)
+    files = [package.parent / "__init__.py", package / "__init__.py", package / "tiles.py", tmp_path / "toy_single.py"]
+    for file in files:
+        file.write_text("raise AssertionError('imported')\n")
+    kernels = [Toy(sources=(n,)) for n in ("toy_single", "toy_package.inner.tiles", "toy_package")]
+    before = [cache_key.key(kernel) for kernel in kernels]
+    assert len(set(before)) == 3
+    assert [cache_key.key(kernel) for kernel in kernels] == before
+    with open(files[2], "a") as file:
+        file.write("# one more line\n")
+    after = [cache_key.key(kernel) for kernel in kernels]
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+    assert "toy_package" not in sys.modules
+    for missing in ("toy_package.outer", "toy_nothing", "toy_nothing.at_all"):
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            cache_key.key(Toy(sources=(missing,)))
+
+
+def test_a_source_edited_after_it_was_imported_keeps_the_kernel_off_the_disk(root, tmp_path, monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    source = tmp_path / "toy_edited.py"
+    source.write_text("A = 1\n")
+    monkeypatch.setitem(sys.modules, "toy_edited", None)
+    del sys.modules["toy_edited"]
+    __import__("toy_edited")
+    source.write_text("A = 2\n")
+    os.utime(source, ns=(time.time_ns(), cache_key._started_ns + 1))
+    compiler.load(Toy(sources=("toy_edited",)))
+    assert compiler.stats() == (1, 0, 1)
+    assert "toy_edited.py was edited while this process runs" in warnings(caplog)[0]
+    assert list(root.rglob("*.o")) == []
+
+
+def test_what_else_the_key_holds(monkeypatch):
+    def key(kernel=Toy(), **variables):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            cache_key.built_with.cache_clear()
+            return cache_key.key(kernel)
+
+    plain = key()
+    assert key() == plain
+    assert plain not in (key(Toy(2)), key(Toy(arch="sm_100a")))
+    for name in ("CUTE_DSL_LINEINFO", "CUTE_DSL_COMPILER_OPT", "CUTE_DSL_OF_A_LATER_VERSION"):
+        assert len({plain, key(**{name: "1"}), key(**{name: "2"})}) == 3, name
+    for name in ("CUTE_DSL_ARCH", "CUTE_DSL_KEEP", "CUTE_DSL_LOG_LEVEL", "CUTE_DSL_LIBS", "PATH"):
+        assert key(**{name: "1"}) == plain, name
+    version = cache_key._version
+    for owner, attribute, stand_in in (
+        (cache_key, "_version", lambda name: "1" if name == "apache-tvm-ffi" else version(name)),
+        (cache_key, "_cpu", lambda: "x86_64 avx512f"),
+        (cache_key, "__version__", "9.9.9"),
+        (cutlass, "CUDA_VERSION", "13.0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, attribute, stand_in)
+            assert key() != plain, attribute
+
+
+# ---- `fusedmoe compile`, and the list of those that are built ahead of time
+
+
+@pytest.fixture
+def ships(monkeypatch):
+    return lambda *kernels: monkeypatch.setattr(shipped, "shipped", lambda arch: kernels)
+
+
+def lines(capsys):
+    captured = capsys.readouterr()
+    return captured.out.splitlines(), captured.err.splitlines()
+
+
+def test_the_shipped_list():
+    for kernel in shipped.shipped("sm_90a"):
+        assert pickle.loads(pickle.dumps(kernel)) == kernel
+    with pytest.raises(fusedmoe.InputError, match="'sm_80': expected one of sm_90a, sm_100a, sm_103a"):
+        shipped.shipped("sm_80")
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_the_shipped_list_for_blackwell(arch):
+    kernels = shipped.shipped(arch)
+    assert {kernel.arch for kernel in kernels} == {arch}
+    symbols = [kernel.symbol for kernel in kernels]
+    assert len(set(symbols)) == len(symbols)
+    family = arch.removesuffix("a").replace("_", "")  # as GPUs of both may be in one machine
+    assert {symbol.partition("_")[0] for symbol in symbols} == {family}
+    of_hopper = {kernel.symbol for kernel in shipped.shipped("sm_90a")}
+    # of nvfp4, and of bf16, whose activations and tails products of Hopper compute
+    others = "quantize_packed", "e2m1", "magnitudes", "zero_tail", "_again"
+    assert {s.replace(family, "sm90") for s in symbols if not any(name in s for name in others)} <= of_hopper
+    assert {symbol.partition("_")[2] for symbol in symbols} >= {
+        "offsets_int64", "quantize_packed_bf16_rows_columns", "quantize_packed_bf16_rows_columns_gathered",
+        "quantize_packed_format_bf16_e2m1_two_level_16_rows_columns_sorted_rotated_stochastic",
+        "magnitudes_bf16_experts_experts_rotated_sorted", "gather_rows_bf16", "sum_slots_by_8_bf16",
+        "row_dots_bf16_fp32", "slot_values_fp32", "column_sums_bf16_bf16",
+        "zero_tail_bf16", "activate_swiglu_bf16_scaled_fp32", "activate_backward_swiglu_bf16_scaled_fp32_sums_again",
+    }  # fmt: skip
+
+
+def test_patterns_in_the_help_and_the_pages_match_shipped_kernels(capsys):
+    with pytest.raises(SystemExit):
+        main(["compile", "--help"])
+    pages = [path.read_text("utf-8") for path in (Path(__file__).parents[2] / "docs").rglob("*.md")]
+    patterns = re.findall(r"'(sm90_\w*\*\w*)'", "".join([capsys.readouterr().out, *pages]))
+    assert len(patterns) >= 2
+    symbols = [kernel.symbol for kernel in shipped.shipped("sm_90a")]
+    assert [pattern for pattern in patterns if not fnmatch.filter(symbols, pattern)] == []
+
+
+@pytest.mark.parametrize(
+    ("arch", "family", "others"),
+    [("90", "sm90", []), ("SM_90a", "sm90", []), ("sm_100a", "sm100", [shipped.BLACKWELL]),
+     ("103", "sm103", [shipped.BLACKWELL])],
+)  # fmt: skip
+def test_an_architecture_is_named_as_for_explain(arch, family, others, capsys):
+    """Those of Blackwell are built, and those of NVIDIA named."""
+    assert main(["compile", "--list", "--arch", arch, "--only", f"{family}_slot_values_*"]) == 0
+    found = [f"{family}_slot_values_{dtype}  not cached" for dtype in ("fp32", "bf16")]
+    assert lines(capsys)[0] == [*found, *others]
+
+
+def test_compile_command(ships, capsys, monkeypatch, tmp_path, root):
+    ships(Toy(1), Toy(2))
+    assert main(["compile", "--list"]) == 0
+    assert lines(capsys) == (["toy_1  not cached", "toy_2  not cached"], [])
+    assert main(["compile", "--jobs", "1", "--cache-dir", str(tmp_path / "image")]) == 0
+    assert compiler.is_cached(Toy(1), tmp_path / "image")
+    assert not root.exists()
+    capsys.readouterr()
+    assert main(["compile", "--jobs", "1", "--only", "*_1"]) == 0
+    out, err = lines(capsys)
+    assert out[0].startswith("toy_1  compiled")
+    assert out[1].startswith(f"1 kernel for sm_90a in {place(Toy()).folder}: 1 compiled; ")
+    assert [line.partition(",")[0] for line in err] == ["1/1 kernels"]
+    assert main(["compile", "--list"]) == 0
+    assert lines(capsys)[0] == ["toy_1  cached", "toy_2  not cached"]
+    assert main(["compile", "--jobs", "1"]) == 0
+    out, _ = lines(capsys)
+    assert out[0] == "toy_1  already cached"
+    assert "2 kernels" in out[2]
+    assert "1 compiled, 1 already cached; " in out[2]
+    another_process(monkeypatch)
+    compiler.load(Toy(1))
+    compiler.load(Toy(2))
+    assert compiler.stats() == (0, 2, 2)
+
+
+@pytest.mark.slow  # test_other_processes and test_compile_command have its parts
+def test_compile_command_in_several_processes(ships, capsys):
+    """One kernel does not compile, and one ends the compiler's process: the third is built all the same."""
+    ships(Deadly(survivor=os.getpid()), Broken(), Toy(1))
+    assert main(["compile", "--jobs", "2"]) == 1
+    out, err = lines(capsys)
+    assert sorted(line.split()[:2] for line in out[:3]) == [
+        ["toy_1", "compiled"], ["toy_broken", "FAILED"], ["toy_deadly", "FAILED"],
+    ]  # fmt: skip
+    assert "1 compiled, 2 failed; " in out[3]
+    assert [line.partition(",")[0] for line in err[:3]] == ["1/3 kernels", "2/3 kernels", "3/3 kernels"]
+    assert sorted(err[3:]) == [
+        "fusedmoe compile: error: toy_broken: RuntimeError: no such instruction",
+        "fusedmoe compile: error: toy_deadly: the process that compiled it died; is there enough memory?",
+    ]
+    assert compiler.is_cached(Toy(1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "nothing*"], "--only nothing*: no kernel's name matches"),
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
+        (["--cache-dir", ""], "--cache-dir: expected a directory, got an empty name"),
+        (["--lst"], "did you mean --list?"),
+        (["--arch", "80"], "arch 'sm_80a': expected one of sm_90a, sm_100a, sm_103a"),
+        (["--arch", "h100"], "--arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
+    ],
+)
+def test_compile_command_refuses(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["compile", *arguments])
+    assert caught.value.code == 2
+    out, err = lines(capsys)
+    assert out == []
+    assert message in "".join(err)
+
+
+def test_compile_command_without_a_usable_directory(ships, capsys, root, monkeypatch):
+    ships()
+    assert main(["compile"]) == 0
+    assert lines(capsys)[0] == [f"fusedmoe {fusedmoe.__version__} ships no kernels for sm_90a"]
+    ships(Toy())
+    monkeypatch.setenv(cache.VARIABLE, "0")
+    assert main(["compile"]) == 1
+    assert "FUSEDMOE_CACHE_DIR=0 switches the cache off; add --cache-dir" in lines(capsys)[1][0]
+    monkeypatch.setenv(cache.VARIABLE, str(root))
+    root.write_text("a file")
+    assert main(["compile", "--jobs", "1"]) == 1
+    assert f"toy_1: cannot write to {place(Toy()).folder} (File exists)" in "".join(lines(capsys)[1])
+    assert compiler.stats().compiled == 0  # found out first
+    root.unlink()
+    root.mkdir()
+    root.chmod(0o777)
+    assert main(["compile", "--jobs", "1"]) == 1
+    assert "is writable by everyone" in "".join(lines(capsys)[1])
