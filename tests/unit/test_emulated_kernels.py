@@ -1,7 +1,7 @@
 """The Hopper kernels compute what they should: their machine code, as PTX, on the emulator.
 
-Each kind of kernel, with the problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the
-emulator too.
+Each kind of kernel, with the problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the emulator
+too. `make test` runs a covering few, and `make test-emulator` all.
 """
 
 import contextlib
@@ -14,8 +14,6 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
-from cutlass import Int32
-from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
@@ -26,12 +24,9 @@ import fusedmoe as fm
 from fusedmoe.fusion.search import candidates
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products as functions
-from fusedmoe.kernels.sm90.gemm import scaled
-from fusedmoe.kernels.sm90.gemm import scheduler as scheduler
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.numerics.formats import quantize
 
-FP8 = ("fp8_block", "fp8_tensor")
 SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
 
 
@@ -226,74 +221,68 @@ def test_rows_and_slots(scale):
         check_moves(tokens, chosen, 264, BF16, scale)
 
 
+# ---- whole layers
+
+
+def step(layer, x, dy):
+    y = layer(x)
+    return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
+
+
+def layer_problem(hidden, width, num_experts, **settings):
+    layer = fm.MoE(hidden, width, num_experts, 2, dtype=BF16, **settings)
+    return layer, torch.randn(70, hidden, dtype=BF16).requires_grad_(), torch.randn(70, hidden, dtype=BF16)
+
+
+def rules_of(layer, x):
+    ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
+    assert None not in ran, "each step has a kernel"
+    return ran
+
+
 @pytest.mark.usefixtures("builtin_rules")
 def test_a_whole_layer():
     """Router, gathered products and sums, forward and backward: the plan of a GPU, against the unfused steps."""
-    layer = fm.MoE(128, 64, 6, 2, router_bias=True, dtype=BF16)
-    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
-
-    def step():
-        y = layer(x)
-        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
-
-    got = step()
+    layer, x, dy = layer_problem(128, 64, 6, router_bias=True)
+    got = step(layer, x, dy)
     with fm.disabled("sm90.*"):
-        want = step()
+        want = step(layer, x, dy)
     for a, b in zip(got, want, strict=True):
         assert (a - b).norm() < 2e-2 * b.norm()
-    ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
-    assert None not in ran, "each step has a kernel"
+    rules_of(layer, x)
 
 
 @pytest.mark.slow  # the tests of FP8 codes above run such kernels, and test_sm90_products.py its plan
 @pytest.mark.usefixtures("builtin_rules")
-@pytest.mark.parametrize("recipe", [*FP8, *(f"{n}:wgrad=bf16" for n in FP8)])
+@pytest.mark.parametrize("recipe", ["fp8_block", "fp8_tensor", "fp8_block:wgrad=bf16", "fp8_tensor:wgrad=bf16"])
 def test_a_whole_layer_in_fp8(recipe):
     """The plan of a GPU against the emulated recipe. Both have the same error, that of the format."""
-    layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
-    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
-
-    def step(layer, x, dy, recipe):
-        with fm.recipe(recipe):
-            y = layer(x)
-        return (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
-
-    got = step(layer, x, dy, recipe)
+    layer, x, dy = layer_problem(128, 128, 4)
     with fm.recipe(recipe):
-        ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
-    with fm.disabled("sm90.*"):
-        fm.clear_weight_cache(layer)
-        emulated_recipe = step(layer, x, dy, recipe)
-        exact = step(deepcopy(layer).float(), x.detach().float().requires_grad_(), dy.float(), "bf16")
+        got, ran = step(layer, x, dy), rules_of(layer, x)
+        with fm.disabled("sm90.*"):
+            fm.clear_weight_cache(layer)
+            emulated_recipe = step(layer, x, dy)
+    with fm.recipe("bf16"):
+        exact = step(deepcopy(layer).float(), x.detach().float().requires_grad_(), dy.float())
     for a, b, c in zip(got, emulated_recipe, exact, strict=True):
         error, of_recipe = (a.double() - c).norm(), (b.double() - c).norm()
         assert (a - b).norm() < 10 ** (-30 / 20) * b.norm(), "30 dB"
         assert error < 1.5 * of_recipe
         assert of_recipe < 0.1 * c.norm()
-    assert None not in ran, "each step has a kernel"
-    products = {f"sm90.fp8_grouped_{name}" for name in ("gemm_activation", "gemm", "dgrad_activation", "dgrad")}
-    assert products <= ran
+    assert {f"sm90.fp8_grouped_{name}" for name in ("gemm_activation", "gemm", "dgrad_activation", "dgrad")} <= ran
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builtin_rules")
 def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
     monkeypatch.setattr(candidates, "_US_PER_LAUNCH", 0.0)  # as with more rows
-    layer = fm.MoE(128, 128, 4, 2, dtype=BF16)
-    x, dy = torch.randn(70, 128, dtype=BF16).requires_grad_(), torch.randn(70, 128, dtype=BF16)
-
-    def step():
-        with fm.recipe("fp8_block"):
-            ran = {step.rule for plan in layer.explain(x).plans for step in plan.steps}
-            y = layer(x)
-        return ran, (y, *torch.autograd.grad(y, (x, *layer.parameters()), dy))
-
-    ran, got = step()
-    assert "sm90.gathered_quantize_columns" in ran
-    assert None not in ran, "each step has a kernel"
-    with fm.disabled("sm90.gathered_quantize_columns"):
-        ran, want = step()
-    assert None not in ran
+    layer, x, dy = layer_problem(128, 128, 4)
+    with fm.recipe("fp8_block"):
+        ran, got = rules_of(layer, x), step(layer, x, dy)
+        assert "sm90.gathered_quantize_columns" in ran
+        with fm.disabled("sm90.gathered_quantize_columns"):
+            _, want = rules_of(layer, x), step(layer, x, dy)
     for a, b in zip(got, want, strict=True):
         assert b.any(), "zeros would pass"
         assert torch.equal(a, b)
@@ -305,18 +294,14 @@ def test_delayed_scaling():
     """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""
     recipe = fm.numerics.recipes.FP8Tensor(power_of_two=True, delayed=fm.numerics.formats.Delayed(2))
     splits = torch.tensor(SMALL["splits"])
-    fused = fm.Sequential(
-        fm.GroupedLinear(4, 32, 2 * 48, dtype=BF16),
-        fm.ReGLU(),
-        fm.Scale("probs"),
-        fm.GroupedLinear(4, 48, 32, dtype=BF16),
-    )
+    first, last = fm.GroupedLinear(4, 32, 2 * 48, dtype=BF16), fm.GroupedLinear(4, 48, 32, dtype=BF16)
+    fused = fm.Sequential(first, fm.ReGLU(), fm.Scale("probs"), last)
     with torch.no_grad():
         for weight in fused.parameters():
             weight.copy_(torch.randint(-1, 2, weight.shape))
     plain = deepcopy(fused)
-    for step in range(3):
-        x = (torch.randint(-1, 2, (213, 32)).to(BF16) * 2**step).requires_grad_()
+    for power in range(3):
+        x = (torch.randint(-1, 2, (213, 32)).to(BF16) * 2**power).requires_grad_()
         dy, probs = torch.randint(-1, 2, (213, 32)).to(BF16), torch.full((213,), 0.5)
         found = []
         for chain in (fused, plain):
@@ -333,41 +318,3 @@ def test_delayed_scaling():
         (plan,) = fused.explain(x, splits=splits, probs=probs).plans
     assert not plan.unfused
     assert "sm90.fp8_grouped_gemm_activation" in {step.rule for step in plan.fused if "3:input.Quantize" in step.ops}
-
-
-# ---- kernels whose arrival at a barrier does not wait for loads
-
-
-@pytest.fixture
-def late_copies(monkeypatch):
-    """Another emulated GPU, so that kernels are compiled again. Copies and loads complete as late as they can."""
-    monkeypatch.setattr("emulator.gpu.EAGERNESS", (0.0,))
-    with emulated():
-        yield
-
-
-@pytest.mark.usefixtures("late_copies")
-def test_a_tile_number_that_is_overwritten_before_it_is_read(monkeypatch, tiles):
-    monkeypatch.setattr(scheduler, "one_after", lambda *values: Int32(1))
-    tiles(PP_192)
-    case = plain((300, 0, 7, 200), 5, 400, 64)
-    for _ in range(3):  # seeds
-        with pytest.raises(
-            EmulationError, match=r"CTA \(0, .* st.async.*: overwrites .* reading: CTA \(1, .* ld.shared"
-        ):
-            case.run(KernelOptions(schedule="dynamic"))
-
-
-@pytest.mark.usefixtures("late_copies")
-@pytest.mark.parametrize("product", ["wgrad", slow("plain")])
-def test_scales_that_are_overwritten_before_they_are_read(product, monkeypatch):
-    monkeypatch.setattr(scaled, "one_after", lambda *values: Int32(1))
-    if product == "wgrad":
-        monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-        case = wgrad((1000,), kind="e4m3 blocks")
-    else:
-        monkeypatch.setattr(functions, "choose", lambda problem: CO_256)
-        case = plain(**SMALL, n=272, k=1040, kind="e4m3 blocks")
-    for _ in range(3):  # seeds
-        with pytest.raises(EmulationError, match=r"cp.async.bulk.tensor.*: overwrites .* reading: CTA .* ld.shared"):
-            case.check(KernelOptions(schedule="static"))

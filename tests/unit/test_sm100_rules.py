@@ -1,46 +1,27 @@
-"""Whole chains on the rules for Blackwell, forward and backward, on a CPU: through NVIDIA's wrappers, with device code
-in PyTorch.
+"""What the rules for Blackwell decline, and why: machines, formats, layers, and tensors of a call."""
 
-test_sm100_training.py has several calls in a row; test_sm100_constraints.py what the rules decline.
-"""
-
-import shutil
+import json
+import sys
+from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("cutlass")
-pytest.importorskip("tvm_ffi")
-pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
-if shutil.which("gcc") is None:
-    pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
-
-from kit.sm100_chains import (
-    EMULATION,
-    assert_near,
-    check,
-    clamped,
-    device_in_pytorch,  # noqa: F401  (a fixture)
-    launched,
-    launches_of_test,  # noqa: F401  (a fixture)
-    rules,
-    run,
-    swiglu,
-    unfused,
-    unfused_ops,
-)
+from kit.sm90_stand_ins import calls
 from kit.sm100_machine import (
-    ACTIVATION,
     BF16,
-    DACTIVATION,
     DGRAD,
     DGRAD_ACTIVATION,
+    DGRAD_DDISPATCH,
+    GATHERED_QUANTIZE,
+    GATHERED_QUANTIZE_GRAD,
     GEMM,
     GEMM_ACTIVATION,
+    GEMM_COMBINE,
+    PREFIX,
     QUANTIZE,
     QUANTIZE_GRAD,
     QUANTIZE_WEIGHT,
-    ROWS,
     WGRAD,
     E,
     H,
@@ -50,325 +31,559 @@ from kit.sm100_machine import (
     inputs,
     tokens,
 )
-from kit.toy import rules_used
+from kit.toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
-from fusedmoe import FusionError
-from fusedmoe.builtin_rules.sm100 import packed
-from fusedmoe.kernels.sm100 import calls
-from fusedmoe.numerics.formats import Quantizer, mxfp8
-from fusedmoe.numerics.recipes import MXFP8, Custom
+from fusedmoe import FusionError, Status
+from fusedmoe.builtin_rules import guards
+from fusedmoe.builtin_rules.sm100 import packed, quantize
+from fusedmoe.fusion.language.rule import Declined, NothingToDo
+from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.sm100 import package
+from fusedmoe.kernels.torch import grouped_gemm
+from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
+from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
 
-WEIGHTS = [QUANTIZE_WEIGHT, QUANTIZE_WEIGHT]
-FORWARD = [*WEIGHTS, QUANTIZE, GEMM_ACTIVATION, GEMM]
-BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD]
-M, ROTATED = Quantizer(mxfp8()), Quantizer(mxfp8(), hadamard=True)
-APART_FORWARD = [*WEIGHTS, QUANTIZE, GEMM, ACTIVATION, QUANTIZE, GEMM]
-APART_BACKWARD = [QUANTIZE_GRAD, WGRAD, DGRAD, DACTIVATION, QUANTIZE_GRAD, WGRAD, DGRAD]
+FORWARD, BACKWARD = (GEMM, GEMM_ACTIVATION), (DGRAD, DGRAD_ACTIVATION, WGRAD)
+PRODUCTS, QUANTIZERS = (*FORWARD, *BACKWARD), (QUANTIZE, QUANTIZE_GRAD)
+ALL = (*PRODUCTS, *QUANTIZERS)
+OF_A_LAYER = {GEMM_COMBINE, GEMM_ACTIVATION, DGRAD_DDISPATCH, DGRAD_ACTIVATION, WGRAD}
+M = Quantizer(mxfp8())
+FORMAT = "expected mxfp8 in e4m3 with scales of the rule rceil, rounded to nearest and not rotated, or nvfp4"
 
 
-# ------------------------------------------------------------------------------------------------------- whole chains
+def plan_of(chain, x=None, recipe="mxfp8", *, scale=False):
+    x = tokens() if x is None else x
+    with fm.recipe(recipe):
+        return only_plan(chain, x, **inputs(len(x), scale=scale))
+
+
+def reasons(plan, rule, wanted=Status.CONSTRAINT):
+    """Why a rule was declined anywhere, besides what it cannot keep where others are declined."""
+    found = {a.reason for a in plan.attempts if a.rule == rule and a.status is wanted}
+    return {reason for reason in found if not reason.startswith("cannot keep")}
+
+
+def used(plan):
+    return {name for name in rules_used(plan) if name.startswith(PREFIX)}
+
+
+def assert_declined(plan, expected):
+    """``expected``: all reasons of each rule, as a set, or one of them."""
+    for rule, want in expected.items():
+        assert rule not in used(plan), rule
+        found = reasons(plan, rule)
+        assert found == want if isinstance(want, set) else want in found, f"{rule}: {found}"
+
+
+def of(rules, reason):
+    return dict.fromkeys(rules, reason)
+
+
+# ---- formats, layers and settings
+
+
+def of_rows(text):
+    return of(FORWARD, f"input is {text}: {FORMAT}") | of(BACKWARD, f"grad_output is {text}: {FORMAT}")
+
+
+def of_gradients(text, quantizer=None):
+    return of(BACKWARD, f"grad_output is {text}: {FORMAT}") | {
+        QUANTIZE_GRAD: f"quantizes to {quantizer or text}: {FORMAT}"
+    }
+
+
+def quantizes(rows, gradient=None):
+    return {QUANTIZE: f"quantizes to {rows}: {FORMAT}", QUANTIZE_GRAD: f"quantizes to {gradient or rows}: {FORMAT}"}
+
+
+def unquantized(name):
+    return f"{name} is not quantized: expected MXFP8 or NVFP4 operands"
+
+
+ROTATED, NVFP4_WEIGHT = Quantizer(mxfp8(), hadamard=True), Quantizer(nvfp4(across=16))
+DGRADS = (DGRAD, DGRAD_ACTIVATION)
+RECIPES = {
+    "fp8_block": ("fp8_block", of_rows("fp8 e4m3 1x128") | quantizes("fp8 e4m3 1x128")),
+    "fp8_tensor": (
+        "fp8_tensor",
+        of_rows("fp8 e4m3 per-tensor") | of_gradients("fp8 e5m2 per-tensor")
+        | quantizes("fp8 e4m3 per-tensor", "fp8 e5m2 per-tensor"),
+    ),
+    "e5m2 gradients": (MXFP8(hybrid=True), of_gradients("mxfp8 e5m2 1x32")),
+    "scales of the specification": (
+        MXFP8(scale_rule="floor"), of_rows("mxfp8 e4m3 1x32") | quantizes("mxfp8 e4m3 1x32")
+    ),
+    "square blocks of weights": (
+        MXFP8(weight_2d=True),
+        of(FORWARD, f"fc.weight is mxfp8 e4m3 32x32: {FORMAT}")
+        | of(DGRADS, f"dgrad.weight is mxfp8 e4m3 32x32: {FORMAT}"),
+    ),
+    "rotated rows": (
+        Custom(input=ROTATED, weight=M, grad=M),
+        of(FORWARD, f"input is mxfp8 e4m3 1x32: {FORMAT}")
+        | {WGRAD: f"wgrad.input is mxfp8 e4m3 1x32: {FORMAT}", QUANTIZE: f"quantizes to {ROTATED}: {FORMAT}"},
+    ),
+    "rotated gradients": (
+        Custom(input=M, weight=M, grad=ROTATED), of_gradients("mxfp8 e4m3 1x32", f"{ROTATED}")
+    ),
+    "rows alone": (
+        Custom(input=M, grad=M), of(FORWARD, unquantized("fc.weight")) | of(DGRADS, unquantized("dgrad.weight"))
+    ),
+    "weights alone": (Custom(weight=M), {GEMM: unquantized("input"), DGRAD: unquantized("grad_output")}),
+    "no gradients": (Custom(input=M, weight=M), of((DGRAD, WGRAD), unquantized("grad_output"))),
+    "gradients alone": (
+        Custom(grad=M), {WGRAD: unquantized("wgrad.input"), DGRAD: unquantized("dgrad.weight")}
+    ),
+    "two formats": (  # no kernel multiplies MXFP8 and NVFP4
+        Custom(input=M, weight=NVFP4_WEIGHT, grad=M),
+        of((*FORWARD, *DGRADS), "the operands are e4m3 and e2m1: expected one format"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", RECIPES)
+def test_other_formats(which):
+    """They are no miss, since no device has a kernel."""
+    recipe, expected = RECIPES[which]
+    plan = plan_of(experts(scale=True), recipe=recipe, scale=True)
+    assert_declined(plan, expected)
+    misses = {miss.reason for _, miss in plan.missed if miss.rule.startswith(PREFIX)}
+    assert misses.isdisjoint(expected.values())
 
 
 @pytest.mark.parametrize(
-    ("act", "scale", "bias"),
+    "recipe", ["mxfp8", "nvfp4", NVFP4(hadamard=False, stochastic_rounding=False), NVFP4(weight_2d=False)], ids=str
+)
+def test_all_rules_fuse_where_nothing_is_wrong(recipe):
+    plan = plan_of(experts(scale=True), recipe=recipe, scale=True)
+    assert used(plan) == {*ALL, QUANTIZE_WEIGHT}
+    assert not any(reasons(plan, rule) for rule in ALL)
+
+
+def between(second, weight=None):
+    """Two layers, of which the second takes another format."""
+    return fm.Sequential(
+        fm.Quantize(M, weight=M), fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(),
+        fm.Quantize(second, weight=weight), fm.GroupedLinear(E, I, H, dtype=BF16),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("chain", "x", "expected", "fused"),
     [
-        (swiglu, True, False), (clamped, True, "frozen"),
-        # these have kernels of their own, which take long to compile
-        *(
-            pytest.param(*of, marks=pytest.mark.slow)
-            for of in (
-                (swiglu, False, False), (swiglu, True, "frozen"), (swiglu, False, "frozen"), (clamped, True, False),
-                (fm.SquaredReLU, True, False), (fm.SquaredReLU, False, False),
-            )
+        (between(nvfp4(), NVFP4_WEIGHT), tokens(requires_grad=False),
+         {GEMM_ACTIVATION: "quantizes to nvfp4 e2m1 1x16, from operands in mxfp8 e4m3 1x32"}, GEMM),
+        (between(fp8_block(), fp8_block(across=128)), tokens(requires_grad=False),
+         {GEMM_ACTIVATION: f"quantizes to fp8 e4m3 1x128: {FORMAT}"}, GEMM),
+        (fm.Sequential(fm.Quantize(None, backward=fp8_block()), fm.SwiGLU(), fm.Quantize(M, weight=M),
+                       fm.GroupedLinear(E, I, H, dtype=BF16), fm.Quantize(None, backward=M)), tokens(hidden=2 * I),
+         {DGRAD_ACTIVATION: f"quantizes to fp8 e4m3 1x128: {FORMAT}"}, DGRAD),
+    ],
+    ids=["nvfp4", "fp8_block", "gradient"],
+)  # fmt: skip
+def test_other_formats_of_the_result(chain, x, expected, fused):
+    """The product is fused all the same; the result is quantized by another step."""
+    plan = plan_of(chain, x, "bf16")
+    assert_declined(plan, expected)
+    assert fused in used(plan)
+
+
+def widths(first, last):
+    """The reasons: of the first layer's products, and of the last one's."""
+    first, last = (f"{name} is not a multiple of 128" for name in (first, last))
+    return of((GEMM, DGRAD, WGRAD), {first, last}) | {GEMM_ACTIVATION: first, DGRAD_ACTIVATION: last}
+
+
+def wrong_dtype(name):
+    text = f"is {name}: products of packed operands are bfloat16"
+    return of(FORWARD, f"input {text}") | of(BACKWARD, f"grad_output {text}")
+
+
+UNQUANTIZED_GRADIENT = "the gradient of the preactivation is read unquantized too: the epilogue writes codes"
+FP16, FP32 = torch.float16, torch.float32
+SETTINGS = {  # options of the chain, options of the call, what is declined, and what is fused all the same
+    "hidden": ({"hidden": 192}, {"x": {"hidden": 192}}, widths("in_features 192", "out_features 192"), ()),
+    "width": (
+        {"width": 48}, {},
+        widths("out_features 96", "in_features 48")
+        | {QUANTIZE: {"48 features are not a multiple of 32"}, QUANTIZE_GRAD: {"96 features are not a multiple of 64"}},
+        (),
+    ),
+    "half of a width": (
+        {"width": 192}, {},
+        {GEMM_ACTIVATION: {"half of out_features, 192, is not a multiple of 128"},
+         DGRAD_ACTIVATION: {"in_features 192 is not a multiple of 128"}},
+        (GEMM, DGRAD, WGRAD),
+    ),
+    "sm_margin": ({"options": {"sm_margin": 7}}, {}, of(PRODUCTS, {"sm_margin 7: these kernels take all SMs"}), ()),
+    "fp16": ({"dtype": FP16}, {"x": {"dtype": FP16}}, wrong_dtype("float16"), ()),
+    "fp32": (
+        {"dtype": FP32}, {"x": {"dtype": FP32}},
+        wrong_dtype("float32") | of(QUANTIZERS, {"rows are float32, not bfloat16 or float16"}), (),
+    ),
+    "fp16 bias": (
+        {"dtype": FP16, "bias": "frozen"}, {"x": {"dtype": FP16}}, of(FORWARD, "the bias is float16, not bfloat16"), ()
+    ),
+    "squared ReLU of a biased layer": (
+        {"act": fm.SquaredReLU(), "bias": "frozen"}, {},
+        {GEMM_ACTIVATION: {"the kernel of the squared ReLU has no bias"}}, (),
+    ),
+    "gradient of a bias": ({"bias": "trained"}, {}, {DGRAD_ACTIVATION: {UNQUANTIZED_GRADIENT}}, (DGRAD,)),
+    "bf16 weight gradients": (
+        {}, {"recipe": MXFP8(wgrad="bf16")}, {DGRAD_ACTIVATION: {UNQUANTIZED_GRADIENT}}, (DGRAD,)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", SETTINGS)
+def test_settings(which):
+    options, call, declined, fused = SETTINGS[which]
+    plan = plan_of(experts(**options), tokens(**call.get("x", {})), call.get("recipe", "mxfp8"))
+    assert_declined(plan, declined)
+    assert {*fused} <= used(plan)
+
+
+def test_the_number_of_experts(monkeypatch):
+    assert packed.MOST_EXPERTS == 1024
+    for module in (packed, quantize):
+        monkeypatch.setattr(module, "MOST_EXPERTS", E - 1)
+    assert_declined(plan_of(experts(scale=True), scale=True), of(ALL, {"4 experts, over 3"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"interleaved": True}, "interleaved gate and up: expected a weight with the rows [gate | up]"),
+        (
+            {"alpha": 1.702},
+            "alpha 1.702 and offset 0.0 without a limit: the kernel has them for clamped activations alone",
         ),
     ],
-)  # fmt: skip
-def test_whole_chains(act, scale, bias, launches):
-    plan, _ = check(experts(act(), scale=scale, bias=bias), tokens(), **inputs(scale=scale))
-    assert rules(plan) == [*FORWARD, *BACKWARD]
-    assert not unfused_ops(plan)
-    glu, dglu = ("srelu", "dsrelu") if act is fm.SquaredReLU else ("glu", "dglu")
-    assert launched(launches) == {glu: 1, "quant": 2, dglu: 1, "wgrad": 2}
-    (step,) = [step for step in plan.steps if step.rule == DGRAD_ACTIVATION]
-    assert step.ops == (
-        ("3.Dgrad", "2.ScaleGrad", "2.DScale", f"1.D{act().__class__.__name__}", "0:grad.QuantizeGrad")
-        if scale
-        else ("2.Dgrad", f"1.D{act().__class__.__name__}", "0:grad.QuantizeGrad")
-    )
-
-
-@pytest.mark.parametrize(("act", "scale"), [(swiglu, True), (clamped, False), (fm.SquaredReLU, True)])
-def test_trained_biases(act, scale, launches):
-    """Their gradients sum unquantized rows, so that the activation and its derivative run by themselves."""
-    plan, got = check(experts(act(), scale=scale, bias="trained"), tokens(), plain_middle=True, **inputs(scale=scale))
-    assert rules(plan) == [*APART_FORWARD, *APART_BACKWARD]
-    assert launched(launches) == {"quant": 4, "wgrad": 2}
-    assert {"0.bias", "3.bias" if scale else "2.bias"} <= got.keys()
-
-
-ONE_PLAN = [
-    (ROWS, (100, 150, 30, 40)), (ROWS, (0, 0, 600, 0)), (ROWS, (0, 0, 0, 1)), (ROWS, (256, 0, 0, 256)),
-    (300, (300, 0, 0, 0)), (7, (1, 1, 1, 1)), (1, (0, 1, 0, 0)), (1100, (1, 1098, 1, 0)),
-]  # fmt: skip
-
-
-def test_any_splits_and_any_number_of_rows_run_the_same_kernels(launches):
-    chain = experts(scale=True)
-    check(chain, tokens(), **inputs(scale=True))
-    kernels, compiled = calls.kernel.cache_info().currsize, {*map(id, (launch.kernel for launch in launches))}
-    for count, splits in ONE_PLAN:
-        launches.clear()
-        plan, _ = check(chain, tokens(count, splits), **inputs(count, splits, scale=True))
-        assert rules(plan) == [*FORWARD, *BACKWARD], splits
-        assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
-        assert {id(launch.kernel) for launch in launches} <= compiled
-    assert calls.kernel.cache_info().currsize == kernels
-
-
-def test_rows_of_no_expert_alone(launches):
-    """All results are zeros, not what memory held before."""
-    chain, none = experts(scale=True), (0,) * E
-    x, dy = tokens(300, none), torch.randn(300, H).to(BF16)
-    with fm.recipe("mxfp8"):
-        got = run(chain, x, dy, **inputs(300, none, scale=True))
-    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
-    assert {*got} == {"y", "x", "probs", "0.weight", "3.weight"}
-    assert not any(t.any() for t in got.values())
-
-
-def test_no_rows(launches):
-    chain, x = experts(), torch.empty(0, H, dtype=BF16, requires_grad=True)
-    with fm.recipe("mxfp8"), fm.strict():
-        chain(x, splits=torch.zeros(E, dtype=torch.int64)).sum().backward()
-    assert x.grad.shape == (0, H)
-    assert not launches
-
-
-@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
-def test_padding_rows_do_not_have_the_activation_of_the_bias(scale):
-    """It would be far larger than that of the rows, with which they share blocks by columns."""
-    chain, x, named = experts(scale=scale, bias="frozen"), tokens(), inputs(scale=scale)
-    if scale:
-        named["probs"].detach().mul_(1e-6)
-    else:
-        x.detach().mul_(0.1).add_(1)
-        with torch.no_grad():
-            chain[0].weight[:, :I] = -24 / H  # a gate of 12 - 24
-            chain[0].bias[:, :I] = 12
-    plan, _ = check(chain, x, emulation=0.1, **named)
-    assert rules(plan) == [*FORWARD, *BACKWARD]
-
-
-def test_a_mistake_in_the_layout_shows(monkeypatch):
-    """The bounds tell right from wrong: gate and up of the weight do not alternate."""
-    monkeypatch.setattr("fusedmoe.numerics.formats.packed.interleave", lambda x, axis=-1: x)
-    with pytest.raises(AssertionError, match="y: "):
-        check(experts(), tokens(), **inputs())
-
-
-# -------------------------------------------------------------------------------------------------------- other plans
-
-
-def frozen(*names):
-    chain = experts()
-    for name in names:
-        chain.get_parameter(name).requires_grad_(False)
-    return chain
-
-
-@pytest.mark.parametrize(
-    ("chain", "requires_grad", "backward", "count"),
-    [
-        (("0.weight",), True, [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, DGRAD], {"dglu": 1, "wgrad": 1, "quant": 2}),
-        (("2.weight",), True, [QUANTIZE_GRAD, DGRAD_ACTIVATION, WGRAD, DGRAD], {"dglu": 1, "wgrad": 1, "quant": 2}),
-        ((), False, [QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD], {"dglu": 1, "wgrad": 2, "quant": 1}),
-        (("0.weight", "2.weight"), True, [QUANTIZE_GRAD, DGRAD_ACTIVATION, DGRAD], {"dglu": 1, "quant": 2}),
-    ],
-    ids=["first weight", "last weight", "rows", "weights"],
 )
-def test_gradients_that_are_not_required(chain, requires_grad, backward, count, launches):
-    plan, _ = check(frozen(*chain), tokens(requires_grad=requires_grad), same=False, **inputs())
-    assert rules(plan) == [*FORWARD, *backward]
-    assert launched(launches) == {"glu": 1, **count}
+def test_activations(settings, reason):
+    plan = plan_of(experts(fm.SwiGLU(**settings)))
+    assert_declined(plan, of((GEMM_ACTIVATION, DGRAD_ACTIVATION), {reason}))
+    assert {GEMM, DGRAD, WGRAD} <= used(plan)
+    match = r"1\.SwiGLU: sm100\.grouped_gemm_activation"
+    with fm.recipe("mxfp8"), fm.strict(), fm.disabled("sm100.activation"), pytest.raises(FusionError, match=match):
+        experts(fm.SwiGLU(**settings))(tokens(), **inputs())
 
 
-@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "bias"])
-def test_inference(bias, launches):
-    """Without a backward pass, the activation of a biased layer is fused too."""
-    with torch.no_grad():
-        plan, got = check(
-            experts(scale=True, bias=bias), tokens(requires_grad=False), **inputs(scale=True, requires_grad=False)
-        )
-    assert rules(plan) == FORWARD
-    assert not plan.kept
-    assert {*got} == {"y"}
-    assert launched(launches) == {"glu": 1, "quant": 1}
-
-
-def test_deterministic_algorithms(launches):
-    """The gradient of a row scale is a sum by atomics."""
+def test_deterministic_algorithms():
     torch.use_deterministic_algorithms(True)
     try:
-        plan, _ = check(experts(scale=True), tokens(), same=False, **inputs(scale=True))
-        assert DGRAD in rules(plan)
-        assert DGRAD_ACTIVATION not in rules(plan)
-        launches.clear()
-        plan, _ = check(experts(), tokens(), **inputs())
-        assert rules(plan) == [*FORWARD, *BACKWARD]
+        plan, without = plan_of(experts(scale=True), scale=True), plan_of(experts())
     finally:
         torch.use_deterministic_algorithms(False)
+    reason = "the gradient of the row scale is a sum by atomics, which is not deterministic"
+    assert_declined(plan, {DGRAD_ACTIVATION: reason})
+    assert DGRAD in used(plan)
+    assert used(without) == {*ALL, QUANTIZE_WEIGHT}
 
 
-@pytest.mark.parametrize(
-    ("act", "width", "forward"),
-    [(fm.GeGLU(), I, APART_FORWARD), (fm.ReGLU(), I, APART_FORWARD), (fm.SwiGLU(interleaved=True), I,
-     APART_FORWARD), (fm.SwiGLU(), 192, [QUANTIZE_WEIGHT, QUANTIZE, GEMM, ACTIVATION])],
-    ids=["geglu", "reglu", "interleaved", "half of a width"],
-)  # fmt: skip
-def test_other_activations(act, width, forward, launches):
-    """Products alone, with and without gate and up in blocks, and beside a layer that runs unfused."""
-    plan, _ = check(experts(act, width=width), tokens(), same=False, **inputs())
-    assert rules_used(plan, "forward") == forward
-    assert DGRAD in rules_used(plan, "backward")
-    assert WGRAD in rules_used(plan, "backward")
-    assert launched(launches)["quant"] == (4 if width == I else 2)
-
-
-def test_weight_gradients_in_bf16(launches):
-    plan, _ = check(experts(scale=True), tokens(), recipe=MXFP8(wgrad="bf16"), same=False, **inputs(scale=True))
-    assert WGRAD not in rules(plan)
-    assert {QUANTIZE_GRAD, DGRAD} <= {*rules(plan)}
-    assert launched(launches)["wgrad"] == 0
-
-
-@pytest.mark.parametrize("off", dict.fromkeys([*FORWARD, *BACKWARD]))
-def test_each_rule_may_be_switched_off(off):
-    """The other rules take packed values from plain PyTorch."""
-    with fm.disabled(off):
-        plan, _ = check(experts(scale=True), tokens(), same=False, **inputs(scale=True))
-    assert off not in rules(plan)
-    assert len({*FORWARD, *BACKWARD} & {*rules(plan)}) >= 2
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float64], ids=str)
-def test_row_scales_of_other_dtypes(dtype):
-    named = inputs(scale=True)
-    named["probs"] = named["probs"].detach().to(dtype).requires_grad_()
-    plan, got = check(experts(scale=True), tokens(), same=False, **named)
-    assert rules(plan) == [*FORWARD, *BACKWARD]
-    assert got["probs"].dtype is dtype
-
-
-def test_weights_that_are_transposed_in_memory():
-    chain = experts()
-    for layer in (chain[0], chain[2]):
-        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
-    plan, _ = check(chain, tokens(), **inputs())
-    assert rules(plan) == [*FORWARD, *BACKWARD]
-
-
-def test_one_layer():
-    layer = fm.Sequential(fm.GroupedLinear(E, H, I, bias=True, dtype=BF16))
-    plan, _ = check(layer, tokens(), same=False, **inputs())
-    assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD]
-
-
-def test_three_layers(launches):
-    """The layer between two activations reads and writes packed values in both directions. Errors of three add up."""
-    chain = fm.Sequential(
-        fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.GroupedLinear(E, I, 2 * I, dtype=BF16), fm.SwiGLU(),
-        fm.Scale("probs"), fm.GroupedLinear(E, I, H, dtype=BF16),
-    )  # fmt: skip
-    plan, _ = check(chain, tokens(), same=False, emulation=2 * EMULATION, **inputs(scale=True))
-    assert rules(plan) == [
-        *WEIGHTS, QUANTIZE_WEIGHT, QUANTIZE, GEMM_ACTIVATION, GEMM_ACTIVATION, GEMM,
-        QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
-    ]  # fmt: skip
-    assert launched(launches) == {"glu": 2, "quant": 2, "dglu": 2, "wgrad": 3}
-
-
-def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
-    """With many rows, where launches cost little. The kernel does not pack a weight that plain PyTorch multiplies too,
-    since it has no other forms.
-    """
-    monkeypatch.setattr("fusedmoe.fusion.search.candidates._US_PER_LAUNCH", 0.0)
-    count, splits = 8192, (4000, 0, 4101, 1)
-    with fm.disabled(GEMM_ACTIVATION, ACTIVATION):
-        plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))
-    assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, *BACKWARD]
-    assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}
-
-
-@pytest.mark.parametrize(
-    ("recipe", "expected"),
-    [
-        (MXFP8(hybrid=True), {"quant": 2}),
-        (MXFP8(weight_2d=True), {"wgrad": 2}),
-        (Custom(input=M, weight=M), {"quant": 2}),
-        (Custom(input=M, grad=M), {"wgrad": 2}),
-        (Custom(input=ROTATED, weight=M, grad=M), {"quant": 2}),
-        (Custom(input=M, weight=M, grad=ROTATED), {"quant": 2}),
-    ],
-    ids=["e5m2 gradients", "square blocks", "no gradients", "no weights", "rotated rows", "rotated gradients"],
-)
-def test_recipes_of_which_some_operands_are_packed(recipe, expected, launches):
-    """Products of packed operands alone have kernels; the others run in plain PyTorch."""
-    check(experts(scale=True), tokens(), recipe=recipe, same=False, **inputs(scale=True))
-    assert launched(launches) == expected
-
-
-# ------------------------------------------------------------------------------------------ calls that a rule declines
-
-
-def assert_strict_says(chain, x, named, match):
-    with fm.recipe("mxfp8"), fm.strict(), pytest.raises(FusionError, match=match):
-        chain(x, **named).float().nan_to_num().sum().backward()
-
-
-def test_too_many_elements(monkeypatch, launches):
-    """Every product runs in plain PyTorch, from the rows themselves."""
-    monkeypatch.setattr(packed, "MOST_ELEMENTS", 1536 * 256)  # of packed rows
-    chain, x, named = experts(scale=True), tokens(), inputs(scale=True)
-    plan, _ = check(chain, x, same=False, **named)
-    assert rules(plan) == [*FORWARD, *BACKWARD]
-    assert not launches
-    assert_strict_says(chain, x, named, "declined this call: 1536 rows of 256 features: expected fewer than")
-    check(chain, tokens(200, (200, 0, 0, 0)), **inputs(200, (200, 0, 0, 0), scale=True))
-    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["before an activation", "last"])
-def test_a_bias_that_is_not_contiguous(first, launches):
-    chain, x, named = experts(bias="frozen"), tokens(), inputs()
-    layer = chain[0] if first else chain[2]
-    layer.bias = torch.nn.Parameter(layer.bias.detach().mT.contiguous().mT, requires_grad=False)
-    check(chain, x, same=False, **named)
-    assert launched(launches) == ({"quant": 2, "dglu": 1, "wgrad": 2} if first else
-                                  {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2})  # fmt: skip
-    assert_strict_says(chain, x, named, "declined this call: the bias is not contiguous")
-
-
-def test_rows_that_the_kernel_cannot_read(launches):
-    """They are quantized in plain PyTorch, for the kernels of the products."""
-    chain, named = experts(scale=True), inputs(scale=True)
-    x = torch.cat([tokens(requires_grad=False), torch.zeros(ROWS, 1, dtype=BF16)], 1)[:, :-1].requires_grad_()
-    assert x.stride() == (H + 1, 1)
-    check(chain, x, **named)
-    assert launched(launches) == {"glu": 1, "quant": 2, "dglu": 1, "wgrad": 2}
-    assert_strict_says(chain, x, named, r"sm100\.quantize declined this call: x has strides")
-
-
-def test_gradients_with_any_strides(launches):
-    """They are copied: those of a sum are expanded."""
-    chain, x, named = experts(), tokens(requires_grad=False), inputs()
+def test_rows_without_experts():
     with fm.recipe("mxfp8"):
-        want = unfused(chain, x, torch.ones(ROWS, H, dtype=BF16), **named)
-        with fm.strict():
-            y = chain(x, **named)
-            y.sum().backward()
-    got = {name: p.grad for name, p in chain.named_parameters()}
-    assert_near(got, {name: want[name] for name in got}, EMULATION)
-    assert launched(launches) == {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2}
+        plan = only_plan(fm.Sequential(fm.Linear(H, I, dtype=BF16)), torch.randn(9, H, dtype=BF16, requires_grad=True))
+    assert_declined(plan, of(QUANTIZERS, {"rows without experts have no packed layout"}))
+
+
+# ---- tensors of a call
+
+
+def test_rows_of_three_dimensions():
+    spec = SimpleNamespace(shape=(2, 3, 64))
+    ctx = SimpleNamespace(spec=lambda name: spec, dtype=lambda name: BF16, exists=lambda name: True)
+    with pytest.raises(Declined, match="rows have 3 dimensions, not 2"):
+        quantize._step(ctx, M, "input", "output")
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "others"), [(2**23, 256, (64,)), (2**20, 128, (2**11,)), (2**20, 128, (64, 2**11))]
+)
+def test_the_number_of_elements(rows, width, others):
+    """The kernels count them in 32 bits."""
+    packed.guard_rows(rows - 1, width, *others)
+    widest = max(width, *others)
+    with pytest.raises(Declined, match=rf"^{rows} rows of {widest} features: expected fewer than 2\^31 elements$"):
+        packed.guard_rows(rows, width, *others)
+
+
+@pytest.mark.parametrize("rule", PRODUCTS)
+def test_each_product_counts_elements_of_all_operands(rule):
+    """The width of the result may be what is too large."""
+
+    def codes(rows, features):  # which take no memory
+        return torch.empty(rows, features, dtype=torch.float8_e4m3fn, device="meta")
+
+    chain = experts(scale=True)
+    rows, (wide, narrow) = 2**31 // (2 * I) + 256, (2 * I, 1)
+    ctx = SimpleNamespace(spec=lambda name: SimpleNamespace(shape=(rows, narrow)), exists=lambda name: False, keep=())
+    weight = codes(E * wide, 1).view(E, wide, 1)
+    others = {
+        GEMM: (weight, None, None), GEMM_ACTIVATION: (weight, None, None, None), DGRAD: (weight, None, None),
+        DGRAD_ACTIVATION: (None, None, None, codes(rows, wide)), WGRAD: (None,),
+    }[rule]  # fmt: skip
+    (kind,) = [kind for kind in fm.rules() if kind.name == rule]
+    bound = kind({"fc": chain[0], "act": chain[1], "scale": None, "dact": SimpleNamespace(op=chain[1]),
+                  "scale_grad": None, "wgrad": SimpleNamespace(op=chain[0]), "dgrad": SimpleNamespace(op=chain[-1]),
+                  "quantize": SimpleNamespace(quantizer=M, quantizes=M)})  # fmt: skip
+    with pytest.raises(Declined, match=r"expected fewer than 2\^31 elements"):
+        bound.bind(ctx, codes(rows, narrow), None, *others)
+
+
+def test_a_call_without_rows():
+    with pytest.raises(NothingToDo, match="no rows"):
+        packed.guard_rows(0, H)
+
+
+def test_a_bias_that_is_not_contiguous():
+    bias = torch.zeros(E, H, dtype=BF16)
+    guards.contiguous("the bias", None)
+    guards.contiguous("the bias", bias)
+    with pytest.raises(Declined, match="the bias is not contiguous"):
+        guards.contiguous("the bias", bias.mT.contiguous().mT)
+
+
+# ---- machines: other devices, missing packages, no verification
+
+WHY_MISSING, WHY_UNVERIFIED = package.why_missing.__wrapped__, package.why_unverified  # the former not cached
+VERIFY = "run `fusedmoe verify`"
+INSTALL = "pip install 'fusedmoe[blackwell]' (in a checkout: pip install '.[blackwell]')"
+ARCH_OF = "fusedmoe.fusion.program.plan_table.arch_of"
+
+
+def layer_plan():
+    """The plan of a layer, whose rules are all that there are for Blackwell."""
+    with fm.recipe("mxfp8"):
+        return only_plan(fm.MoE(H, I, E, 2, dtype=BF16), torch.randn(9, H, dtype=BF16, requires_grad=True))
+
+
+def assert_unavailable(reason):
+    plan = layer_plan()
+    assert not used(plan)
+    for rule in (*OF_A_LAYER, *QUANTIZERS, GATHERED_QUANTIZE, GATHERED_QUANTIZE_GRAD):
+        assert reasons(plan, rule, Status.UNAVAILABLE) == {reason}, rule
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "reason"),
+    [
+        (None, ARCH_OF, lambda device: None, "needs an sm_100 GPU, this device is cpu"),
+        (None, ARCH_OF, lambda device: 90, "needs an sm_100 or sm_103 GPU, this one is sm_90"),
+        (None, ARCH_OF, lambda device: 120, "needs an sm_100 or sm_103 GPU, this one is sm_120"),
+        (sys, "platform", "darwin", "needs Linux, this is darwin"),
+        (toolkit, "why_unusable", lambda: "needs a newer driver", "needs a newer driver"),
+        (toolkit, "missing_packages", lambda: ("a", "b"), "needs a and b: pip install a b"),
+    ],
+    ids=["cpu", "sm_90", "sm_120", "darwin", "driver", "packages"],
+)
+def test_other_machines(owner, name, value, reason, monkeypatch):
+    monkeypatch.setattr(name, value) if owner is None else monkeypatch.setattr(owner, name, value)
+    assert_unavailable(reason)
+
+
+def test_sm_103(monkeypatch):
+    monkeypatch.setattr(ARCH_OF, lambda device: 103)
+    assert used(layer_plan()) >= OF_A_LAYER
+
+
+@pytest.mark.parametrize(
+    ("version", "found"), [(None, ""), ("1.31.9", ", found 1.31.9"), ("2.32.0", ", found 2.32.0"), ("1.32.7", None)]
+)
+def test_other_versions_of_the_package(version, found, monkeypatch):
+    def installed(name):
+        if name == package.DISTRIBUTION and version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version if name == package.DISTRIBUTION else "1.0"
+
+    monkeypatch.setattr(package.metadata, "version", installed)
+    monkeypatch.setattr(package, "why_missing", WHY_MISSING)
+    if found is None:
+        assert used(layer_plan()) >= OF_A_LAYER
+    else:
+        assert_unavailable(f"needs nvidia-cudnn-frontend 1.32{found}: {INSTALL}")
+
+
+@pytest.fixture
+def stamp(monkeypatch, tmp_path):
+    """The path of a stamp, and a function that writes it. Nothing is verified before."""
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(package, "why_unverified", WHY_UNVERIFIED)
+    monkeypatch.setattr(package, "machine_architectures", lambda: (100,))
+    monkeypatch.setattr(package, "_why_not_stamped", package._why_not_stamped.__wrapped__)  # not cached
+    path = package.stamp_file(100)
+
+    def write(text):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text if isinstance(text, str) else json.dumps({"architecture": "sm_100", **text}))
+
+    return path, write
+
+
+def test_a_verified_machine(stamp):
+    path, write = stamp
+    assert_unavailable(f"not verified on this machine: {VERIFY}")
+    write({"versions": package.versions(), "passed": True})
+    assert used(layer_plan()) >= OF_A_LAYER
+    write({"versions": package.versions(), "passed": False})
+    assert_unavailable(f"`fusedmoe verify` failed or did not finish on this machine: {path}")
+    write({"versions": {}, "passed": True})
+    assert "since fusedmoe None -> " in WHY_UNVERIFIED()
+
+
+@pytest.mark.parametrize("name", package._VERSIONS)
+def test_a_verification_of_other_versions(name, stamp):
+    _, write = stamp
+    write({"versions": {**package.versions(), name: "0.1"}, "passed": True})
+    assert WHY_UNVERIFIED() == f"not verified on this machine since {name} 0.1 -> {package.versions()[name]}: {VERIFY}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "1", "{}", '{"passed": true}', '{"versions": {}}', '{"versions": 1, "passed": true}',
+     '{"versions": ["a"], "passed": true}'],
+)  # fmt: skip
+def test_an_unreadable_stamp(text, stamp):
+    path, write = stamp
+    write(text)
+    reason = WHY_UNVERIFIED()
+    assert reason.startswith(f"not verified on this machine: {path} is unreadable (")
+    assert reason.endswith(f"): {VERIFY}")
+
+
+@pytest.mark.parametrize("folder", ["0", "untrusted"])
+def test_no_cache_directory_for_the_stamp(folder, stamp, monkeypatch, tmp_path):
+    directory = tmp_path / folder
+    directory.mkdir(mode=0o777)
+    directory.chmod(0o777)
+    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0" if folder == "0" else str(directory))
+    reason = f"not verified on this machine: {VERIFY}, with a cache directory (FUSEDMOE_CACHE_DIR) for its result"
+    assert WHY_UNVERIFIED() == reason
+
+
+def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
+    """It assumes a verified machine, and says so."""
+    monkeypatch.setattr(ARCH_OF, lambda device: None)
+    with fm.recipe("mxfp8"):
+        found = experts().explain(tokens(), arch=100, **inputs())
+    assert used(found.plans[0]) == {*ALL, QUANTIZE_WEIGHT}
+    assert f"not available on this machine, but assumed: not verified on this machine: {VERIFY}" in str(found)
+
+
+def test_unverified_kernels_are_not_called(stamp):
+    chain, x, named = experts(), tokens(), inputs()
+    with fm.recipe("mxfp8"):
+        got = outcome(chain, x, **named)
+        fm.clear_weight_cache(chain)
+        with fm.disabled("*"):
+            want = outcome(chain, x, **named)
+    assert want["y"].any()
+    assert all(torch.equal(got[name], t) for name, t in want.items())
+
+
+# ---- rules that let torch compute bf16 products; the kernel of the tail is a stand-in
+
+MM, MM_DGRAD = "sm100.grouped_mm", "sm100.grouped_mm_dgrad"
+FEW, FEW_ROWS = (5, 0, 9, 1), 18  # three rows belong to no expert
+
+
+@pytest.fixture
+def tail_is_not_written(monkeypatch):
+    """As on a GPU: NaN shows it."""
+    plain = torch.nn.functional.grouped_mm
+
+    def grouped_mm(a, b, *, offs):
+        y = plain(a, b, offs=offs)
+        if y.dim() == 2:
+            y[int(offs[-1]) :] = torch.nan
+        return y
+
+    monkeypatch.setattr(grouped_gemm.F, "grouped_mm", grouped_mm)
+    calls.clear()
+
+
+def few(count=FEW_ROWS, splits=FEW, **options):
+    return tokens(count, splits, **options), inputs(count, splits, scale=True)
+
+
+def assert_close(got, want):
+    assert got.keys() == want.keys()
+    for name, t in want.items():
+        assert (got[name].double() - t.double()).norm() <= 1e-2 * t.double().norm(), name
+
+
+@pytest.mark.usefixtures("tail_is_not_written")
+@pytest.mark.parametrize("bias", [False, "trained"], ids=["", "bias"])
+def test_products_of_torch(bias):
+    chain, (x, named) = experts(scale=True, bias=bias), few()
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    calls.clear()
+    got = outcome(chain, x, **named)
+    assert_close(got, expected)
+    assert not any(got[name][sum(FEW) :].any() for name in ("y", "x", "probs"))
+    plan, sums = only_plan(chain, x, **named), ["sm100.column_sums"] if bias else []
+    assert rules_used(plan) == [
+        MM, "sm100.activation", MM, *sums, MM_DGRAD, "sm100.dactivation", *sums, MM_DGRAD,
+    ]  # fmt: skip
+    assert {op for step in plan.unfused for op in step.ops} == {"3.Wgrad", "0.Wgrad"}
+    assert [name for name, _ in calls].count("zero_tail") == 4
+
+
+@pytest.mark.usefixtures("tail_is_not_written")
+def test_products_of_torch_in_a_routed_layer_and_of_an_expanded_gradient():
+    chain = fm.Sequential(fm.Dispatch(), *experts(scale=True), fm.Combine(None))
+    x = torch.randn(9, H, dtype=BF16, requires_grad=True)
+    named = {"expert_index": torch.randint(E + 1, (9, 2)), "expert_weight": torch.rand(9, 2).requires_grad_()}
+    with fm.disabled("*"):
+        expected = outcome(chain, x, **named)
+    assert_close(outcome(chain, x, **named), expected)
+    assert {MM, MM_DGRAD, "sm100.dispatch", "sm100.combine"} < {*rules_used(only_plan(chain, x, **named))}
+    chain, (x, named) = experts(scale=True), few()
+    with fm.disabled("*"):
+        want = torch.autograd.grad(chain(x, **named).nan_to_num().sum(), x)[0]
+    assert_close({"x": torch.autograd.grad(chain(x, **named).sum(), x)[0]}, {"x": want})
+
+
+@pytest.mark.usefixtures("tail_is_not_written")
+def test_products_of_torch_without_rows(caplog):
+    x, named = few(0, (0, 0, 0, 0))
+    with fm.strict():
+        experts(scale=True)(x, **named).sum().backward()
+    assert {name for name, _ in calls} <= {"offsets_from_splits"}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("options", "of_x", "recipe", "reason"),
+    [
+        ({"dtype": FP16}, {"dtype": FP16}, "bf16", "input is float16, not bfloat16"),
+        ({"hidden": 12, "width": 12}, {"hidden": 12}, "bf16", "in_features 12 is not a multiple of 8"),
+        ({"options": {"sm_margin": 8}}, {}, "bf16", "sm_margin 8: torch's product takes all SMs"),
+        ({}, {}, "fp8_block", "takes no fp8 e4m3 128x128 and fp8 e4m3 1x128 operands"),
+    ],
+    ids=["fp16", "width", "sm_margin", "fp8_block"],
+)
+def test_products_that_torch_does_not_compute(options, of_x, recipe, reason):
+    x, named = few(**of_x)
+    with fm.recipe(recipe):
+        plan = only_plan(experts(scale=True, **options), x, **named)
+    assert (Status.CONSTRAINT, reason) in [(a.status, a.reason) for a in plan.attempts if a.rule == MM]
+    assert not {MM, MM_DGRAD} & {*rules_used(plan)}
+
+
+@pytest.mark.usefixtures("tail_is_not_written")
+def test_a_subclass_of_a_tensor_runs_in_plain_pytorch():
+    class Mine(torch.Tensor):
+        pass
+
+    chain, (x, named) = experts(), few()
+    del named["probs"]
+    want = chain(x, **named)
+    calls.clear()
+    got = chain(x.detach().as_subclass(Mine), **named)
+    assert [name for name, _ in calls].count("zero_tail") < 2  # not that of the first layer
+    assert torch.equal(torch.Tensor(got.detach().float())[: sum(FEW)], want.detach().float()[: sum(FEW)])
