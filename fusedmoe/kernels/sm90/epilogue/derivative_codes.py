@@ -37,7 +37,7 @@ the form by columns that no expert has: see `DerivativeCodes.scheduled_rows`.
 | `STORE_BARRIER` + g, second of a step | the warpgroup: codes by columns are in shared memory | the same |
 | `STORE_BARRIER` + g, after the last step | the warpgroup: buffers have been read, for codes by rows | the same |
 
-Run: tests/unit/test_sm90_fp8_compile.py, tests/gpu/test_hopper_codes.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_codes.py; ``python -m benchmarks --only fp8``.
 
 Axes: R rows, P padded rows, I features of the activation, W features of the preactivation (I or 2 I).
 """

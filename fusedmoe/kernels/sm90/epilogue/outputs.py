@@ -21,7 +21,7 @@ The warps of a math warpgroup g run this code. Boxes of results are theirs alone
 | inputs of warpgroup g are empty | `RaggedM.release`, after the step's first box is stored | warp 10 + g |
 | `STORE_BARRIER` + g | the warpgroup, once per box stored by TMA (`Gemm.put_box`) | the same |
 
-Run: tests/unit/test_sm90_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only kernels``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only kernels``.
 """
 
 from __future__ import annotations

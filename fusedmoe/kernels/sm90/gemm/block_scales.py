@@ -8,7 +8,7 @@ each stage. The first element of a box must be at a multiple of 16 bytes: otherw
 instruction". So a box begins up to three scales early: boxes of 132 scales for 128 rows, and a box of 32 scales of the
 weight, of which a tile needs one or two.
 
-Run: tests/unit/test_sm90_fp8_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
 """
 
 from __future__ import annotations

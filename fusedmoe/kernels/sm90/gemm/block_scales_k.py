@@ -13,7 +13,7 @@ several blocks of rows share those of the columns. So promotion takes two instru
 130 issue cycles of the 256 that the tensor cores have for the other warpgroup's wave. A value is first multiplied by
 the scale of its column, in its own register. The product of both scales would take another register, and read one more.
 
-Run: tests/unit/test_sm90_fp8_wgrad_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
 """
 
 from __future__ import annotations

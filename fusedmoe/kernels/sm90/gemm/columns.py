@@ -8,7 +8,7 @@ of zero, so no product needs bounds along the rows. What follows the last expert
 threads add 16 bytes at a time: once per element and launch, so the result does not depend on the order. Neither has a
 barrier.
 
-Run: tests/unit/test_sm90_fp8_wgrad_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ warpgroup has its own buffers, so the two warpgroups never wait for each other t
 | 1 + g (`STORE_BARRIER`) | all threads of math warpgroup g | all of them: a box is in shared memory |
 | 3 + g (`TURN_BARRIER`) | the other math warpgroup | math warpgroup g: it has the tensor cores |
 
-Run: tests/unit/test_sm90_compile.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_hopper_products.py;
+Run: tests/unit/test_kernels_compile.py, tests/unit/test_emulated_kernels.py, tests/gpu/test_hopper_products.py;
 ``python -m benchmarks --only tiles``.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.

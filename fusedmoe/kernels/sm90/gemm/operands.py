@@ -20,7 +20,7 @@ of elements, these errors exceed those of fp32 additions that round, because all
 `Promoted` operands, the tensor cores sum only `CHUNK` tiles of K. These sums are added to a second set of registers,
 rounded to the nearest. Tiles are cooperative and small, since both sets of registers must fit.
 
-Run: tests/unit/test_sm90_compile.py, tests/gpu/test_hopper_products.py, tests/gpu/test_sm90_router.py (`Promoted`);
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py, tests/gpu/test_sm90_router.py (`Promoted`);
 ``python -m benchmarks --only tiles``.
 """
 

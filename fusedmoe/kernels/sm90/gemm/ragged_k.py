@@ -42,7 +42,7 @@ the order. In 16 bits, the gradient is rounded before it is added, and the sum o
 | 9 | scheduler | fills it | `scheduler.Drawing` |
 | 10, 11 | gather rows, if an operand is gathered | yes | the same stages: all 64 lanes arrive, after their copies |
 
-Run: tests/unit/test_sm90_compile.py, tests/gpu/test_hopper_products.py;
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py;
 ``python -m benchmarks --only tiles``.
 
 Axes: R rows, T rows of a gathered matrix, M and N features, E experts.

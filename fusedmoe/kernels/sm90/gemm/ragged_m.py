@@ -34,7 +34,7 @@ then form a pair. If gate and up alternate, adjacent columns do.
 | 10, 11 | load the inputs of the epilogue, for one math warpgroup each | yes | the ring of that warpgroup's inputs |
 | 10, 11 or 12 to 15 | gather rows of A | yes | stages of A and B: all their lanes arrive, after their copies |
 
-Run: tests/unit/test_sm90_compile.py, tests/gpu/test_hopper_products.py;
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py;
 ``python -m benchmarks --only tiles``.
 
 Axes: M rows of a tile, N columns, K contraction, E experts.

@@ -19,7 +19,7 @@ registers: the next load of the stage overwrites both.
 | a stage is full | TMA: codes, and scales if stages have some | both math warpgroups |
 | a stage is empty | both math warpgroups, with the factors in registers (`Scaled.release_stage`) | the loading warp |
 
-Run: tests/unit/test_sm90_fp8_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
 """
 
 from __future__ import annotations

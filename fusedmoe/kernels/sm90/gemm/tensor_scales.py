@@ -9,7 +9,7 @@ adds and the tile is multiplied at its end, ptxas waits for each wgmma before th
 
 By columns, each expert's rows are padded to a multiple of 128, as for block_scales_k.py.
 
-Run: tests/unit/test_sm90_fp8_tensor_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
+Run: tests/unit/test_kernels_compile.py, tests/gpu/test_hopper_products.py; ``python -m benchmarks --only fp8``.
 """
 
 from __future__ import annotations
