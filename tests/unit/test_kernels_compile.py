@@ -288,7 +288,7 @@ COUNTS = {
 }  # fmt: skip
 AT_LEAST = (GatherRows, RowDots, SumOnFewSms, TransposeCodes, TransposeRows)
 MAXIMA = (Magnitudes, QuantizeFormat)  # the kernels that raise the largest magnitudes of experts, by atomics
-DIVIDES = (Choose, ChooseBackward, QuantizeFormat)  # whose slow path is a call
+DIVIDES = (Choose, ChooseBackward, QuantizeFormat, UpdateAmaxHistory)  # whose slow path is a call
 # the loads, what first uses one of them, and how many are on their way before
 LOADS_AHEAD = {
     ColumnSums: (r"LDG\S*\.NA", "FADD", IN_FLIGHT), GatherCodes: ("LDG.E.NA.128", "STG.E.128", gather_codes.ROWS),
@@ -333,9 +333,9 @@ def test_several_loads_of_a_sum_are_in_flight():
     assert len(compiled(ColumnSums("bf16", "bf16"))["add_partials"].matching(WIDE)) > 1
 
 
-@pytest.mark.parametrize("chosen", [1, 8])
-def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(chosen):
-    kernel = SumOnFewSms("bf16", chosen)
+@pytest.mark.parametrize(("chosen", "adds"), [(1, False), (8, True)])
+def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(chosen, adds):
+    kernel = SumOnFewSms("bf16", chosen, adds)
     stage = sum_on_few_sms.WARPS * 32 * 16 * kernel.copies
     assert sum_on_few_sms.SHARED_BYTES >= kernel.stages * stage > sum_on_few_sms.SHARED_BYTES - stage
     assert (kernel.stages - 1) * stage > 128 << 10
