@@ -11,9 +11,13 @@ from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.numerics.formats.roles import ROLES
 
 QUANTIZERS = {f"{name}.{role}": q for name, roles in ROLES.items() for role, q in roles._asdict().items()}
-ROWS = [(name, counts, (sum(counts) + tail, features)) for name in QUANTIZERS if not name.endswith("weight")
-        for counts, tail in (([32, 32], 0), ([5, 0, 40], 0), ([3, 9], 7), ([0, 0], 0))
-        for features in (64, 72)]  # fmt: skip
+COUNTS = [([32, 32], 0, 64), ([5, 0, 40], 0, 72), ([3, 9], 7, 72), ([0, 0], 0, 64)]  # rows after those, features
+ROWS = [
+    (name, counts, (sum(counts) + tail, features))
+    for name in QUANTIZERS
+    if not name.endswith("weight")
+    for counts, tail, features in COUNTS
+]
 MATRICES = [(name, None, shape) for name in QUANTIZERS for shape in ((48, 64), (33, 72))]
 STACKS = [(name, None, shape) for name in QUANTIZERS if name.endswith("weight") for shape in ((3, 48, 64), (2, 33, 72))]
 

@@ -55,7 +55,7 @@ def places(rows, tiles_n, band, turned):
     return [tuple(map(tuple, both)) for both in out[: int(count)].tolist()]
 
 
-SIZES = [(row_tiles, tiles_n) for row_tiles in (1, 2, 3, 7, 8, 9, 16, 17, 18, 19) for tiles_n in (1, 2, 3, 6, 11)]
+SIZES = [(row_tiles, tiles_n) for row_tiles in (1, 2, 3, 8, 17, 18) for tiles_n in (1, 2, 3, 6, 11)]
 
 
 @pytest.mark.parametrize("band", [1, 4])
