@@ -184,6 +184,11 @@ def test_the_result_of_a_forward_rule(change, got):
                 chain(rows(), **inputs())
 
 
+@pytest.mark.parametrize("change", [lambda y: (y, y), lambda y: (), lambda y: [y, y, y]], ids=["two", "none", "three"])
+def test_another_number_of_results(change):
+    refused(changed_gemm(change), r"rule 'toy.changed' on 0.GroupedLinear: returned \d tensors, expected 1")
+
+
 def test_it_is_checked_for_each_kind_of_call():
     """A rule that is wrong for some numbers of rows is found at the first call with that many."""
     chain = experts()
