@@ -206,7 +206,7 @@ def test_what_stands_between_the_ops_keeps_the_tail_out(no_sync, separation):
     """The parts of a Sequential share its splits on the device, without a host synchronisation."""
     seq = fm.Sequential(*experts(), fm.Scale("probs_2"))
     x, probs, dy, splits = inputs(SPLITS["uneven"])
-    used, probs_2 = sum(SPLITS["uneven"]), probs.detach().flip(0)
+    used, probs_2 = sum(SPLITS["uneven"]), torch.rand_like(probs.detach())
     probs_2[used:] = torch.nan
 
     def outcome(module):
