@@ -3,9 +3,8 @@
 import pytest
 import torch
 from kit.activation_rows import ACTIVATIONS, assert_result_close, check_activation, in_fp64, rows_of
-from kit.compare import pairwise
 from kit.hopper import DEVICE, needs_hopper
-from kit.hopper_products import BF16, FP16, FP32
+from kit.hopper_products import BF16, FP16, FP32, kernels_of
 
 from fusedmoe.kernels.rows.activation.functions import bind_activation, bind_activation_backward
 from fusedmoe.numerics.activations import Activation
@@ -16,10 +15,20 @@ pytestmark = needs_hopper
 SHAPES = ((1, 8), (3, 24), (70, 264), (33, 768), (5, 2056))
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
-def test_results_and_gradients(activation):
-    for dtype, scale, shape, pitch in pairwise((BF16, FP16), (None, FP32, BF16, FP16), SHAPES, (0, 24)):
-        check_activation(activation, dtype, scale, shape, pitch)
+# each activation with a scale in fp32, and with another dtype or scale
+ROWS = [*((a, BF16, FP32) for a in ACTIVATIONS)]
+ROWS += [(a, (FP16, BF16)[i % 2], (None, BF16, FP16)[i % 3]) for i, a in enumerate(ACTIVATIONS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(build_ahead):
+    build_ahead(lambda: kernels_of([lambda row=row: check_activation(*row, (1, 8)) for row in ROWS]))
+
+
+@pytest.mark.parametrize(("activation", "dtype", "scale"), ROWS, ids=str)
+def test_results_and_gradients(activation, dtype, scale):
+    for number, shape in enumerate(SHAPES):
+        check_activation(activation, dtype, scale, shape, 24 * (number % 2), alone=activation in ACTIVATIONS[:2])
 
 
 def test_a_row_of_nan_spoils_no_other():

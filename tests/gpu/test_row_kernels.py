@@ -1,9 +1,12 @@
 """The kernels that sort slots by expert, move rows and sum them: against plain PyTorch and fp64, between NaN."""
 
+import itertools
+
 import pytest
 import torch
 from kit.compare import pairwise
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
+from kit.hopper_products import kernels_of
 from kit.poison import nan_in_new_tensors
 from kit.slots import KINDS, assert_rows_close, between_nan, check_moves, check_offsets, check_zeroed_tail, ids, routed
 
@@ -28,6 +31,24 @@ INTEGERS, HALF = (torch.int64, torch.int32), (BF16, FP16)
 SIZES = ((1, 1), (1, 8), (5, 7), (256, 1), (256, 8), (257, 8), (1024, 2), (8192, 8), (3001, 3))
 # slots of a token: every way to sum them, and more than a warp has lanes
 SUMMED = ((1, 1), (3, 8), (129, 9), (500, 2), (77, 3), (300, 4), (64, 17), (40, 33), (5, 70))
+
+
+EXPERTS = (1, 31, 32, 33, 64, 65, 128, 256, 512, 1024)
+# each way to move rows: tokens and chosen experts, features, dtypes of rows, of factors and of dots
+MOVES = pairwise(SUMMED, (8, 248, 1024, 1032, 2880, 7168), HALF, (None, FP32, BF16), (FP32, BF16, FP16))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(build_ahead):
+    calls = [
+        lambda e=experts, d=dtype: check_route(ids(2, 1, e, dtype=d), e)
+        for experts, dtype in itertools.product(EXPERTS, INTEGERS)
+    ]
+    calls += [
+        lambda k=chosen, d=dtype, s=scale, o=out: check_moves(2, k, 8, d, s, out=o)
+        for (_, chosen), _, dtype, scale, out in MOVES
+    ]
+    build_ahead(lambda: kernels_of(calls))
 
 
 # ---- offsets
@@ -78,7 +99,7 @@ def check_route(index, experts, rows=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_are_sorted_as_by_plain_pytorch(kind):
-    for experts, (tokens, chosen), dtype in pairwise((1, 31, 32, 33, 64, 65, 128, 256, 512, 1024), SIZES, INTEGERS):
+    for experts, (tokens, chosen), dtype in pairwise(EXPERTS, SIZES, INTEGERS):
         check_route(ids(tokens, chosen, experts, kind, dtype, seed=tokens), experts)
 
 
@@ -106,8 +127,7 @@ def test_weights_of_any_dtype(dtype):
 
 @pytest.mark.parametrize("kind", ["random", "sentinels", "only sentinels", "far out"])
 def test_rows_and_slots(kind):
-    scales, widths = (None, FP32, BF16), (8, 248, 1024, 1032, 2880, 7168)
-    for (tokens, chosen), columns, dtype, scale, out in pairwise(SUMMED, widths, HALF, scales, (FP32, BF16, FP16)):
+    for (tokens, chosen), columns, dtype, scale, out in MOVES:
         check_moves(tokens, chosen, columns, dtype, scale, kind, out=out, seed=tokens)
 
 

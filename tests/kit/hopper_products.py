@@ -11,6 +11,7 @@ rows.
 import itertools
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -426,7 +427,7 @@ FAMILIES = {"plain": plain, "activation": activation, "derivative": derivative, 
 
 
 def kernels_of(calls):
-    """The kernels that calls launch; nothing is compiled or launched."""
+    """The kernels that calls launch. Nothing is compiled or launched, so that comparisons of results fail."""
     found = {}
     functions = launch.ragged_m, launch.ragged_k, launch.ragged_m_kernel, launch.ragged_k_kernel
 
@@ -440,6 +441,7 @@ def kernels_of(calls):
         patch.object(compiler, "_load", lambda kernel: found.setdefault(kernel, lambda *_: None)),
     ):
         for call in calls:
-            call()
+            with suppress(AssertionError):
+                call()
     forget()
     return [*found]
