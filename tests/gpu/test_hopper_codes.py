@@ -32,7 +32,6 @@ from kit.poison import guarded_tensors
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes
-from fusedmoe.kernels.sm90.tiles.choice import CO_256_ROWS
 from fusedmoe.numerics.formats import E4M3, fp8_block
 
 pytestmark = needs_hopper
@@ -52,11 +51,11 @@ of_ragged = pytest.mark.parametrize("ragged", RAGGED)
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
     def calls():
-        for (name, keep), scales in itertools.product(NAMES_AND_KEEP, ("blocks", "tensor")):
-            yield lambda s=scales, n=name, k=keep: check_codes(*small(128, s), (1,), n, keep=k, compared=False)
+        for name, keep, scales in NAMES:
+            yield lambda n=name, k=keep, s=scales: check_codes(*small(128, s), (1,), n, keep=k, compared=False)
         for format in FORMATS.values():
             yield lambda f=format: check_codes(*small(128, "blocks"), (1,), "swiglu", f, compared=False)
-        for name, gradient in itertools.product(SIDE_BY_SIDE, (True, False)):
+        for name, gradient in DERIVATIVES:
             settings = {"name": name, "scale": gradient, "gradient": gradient}
             yield lambda s=settings: check_derivative_codes((1,), 0, 128, 16, **s, compared=False)
 
@@ -64,19 +63,20 @@ def built(build_ahead):
 
 
 @pytest.fixture(autouse=True)
-def same_tiles(monkeypatch):
-    """Of a product in bf16 and in codes."""
+def seed():
     torch.manual_seed(0)
-    choose = products.choose
-    tiles = {"fp8_derivative": CO_256_ROWS}
-    monkeypatch.setattr(products, "choose", lambda problem: tiles.get(problem.family) or choose(problem))
 
 
 def small(inner, scales):
     return rows((1,), 0, 16, f"e4m3 {scales}"), weights((1,), 2 * inner, 16, f"e4m3 {scales}")
 
 
-NAMES_AND_KEEP = [*itertools.product(SIDE_BY_SIDE, (True, False))]
+# each activation with each kind of scales, with and without the preactivation in turns
+NAMES = [
+    (name, (number + (scales == "blocks")) % 2 == 0, scales)
+    for (number, name), scales in itertools.product(enumerate(SIDE_BY_SIDE), ("blocks", "tensor"))
+]
+DERIVATIVES = [*((name, number % 2 == 0) for number, name in enumerate(SIDE_BY_SIDE)), ("swiglu", False)]
 
 
 # ---- activations
@@ -93,9 +93,9 @@ def test_codes(format, scaled):
     assert y[: sum(SPLITS)].count_nonzero() > 0.9 * y[: sum(SPLITS)].numel()
 
 
-@pytest.mark.parametrize("kind", ["e4m3 blocks", "e4m3 tensor"])
-@pytest.mark.parametrize(("name", "keep"), NAMES_AND_KEEP)
-def test_codes_of_every_activation(name, keep, kind):
+@pytest.mark.parametrize(("name", "keep", "scales"), NAMES)
+def test_codes_of_every_activation(name, keep, scales):
+    kind = f"e4m3 {scales}"
     splits, wide = (130, 61), 272 if name == "squared_relu" else 256 if "blocks" in kind else 288
     bias = drawn((2, wide), BF16).to(BF16)
     check_codes(rows(splits, 5, 48, kind), weights(splits, wide, 48, kind), splits, name, keep=keep, bias=bias)
@@ -192,8 +192,7 @@ def test_codes_by_expert_of_special_values():
 # ---- derivatives
 
 
-@pytest.mark.parametrize("gradient", [False, True], ids=["", "scale and its gradient"])
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
+@pytest.mark.parametrize(("name", "gradient"), DERIVATIVES)
 def test_codes_of_a_derivative(name, gradient):
     for t in check_derivative_codes((130, 0, 61, 1), 21, name=name, scale=gradient, gradient=gradient):
         assert t.count_nonzero() > 0.2 * t.numel()

@@ -1,10 +1,13 @@
 """Comparisons of products whose results are codes with `fusedmoe.quantize` of the same results in bf16."""
 
+from unittest.mock import patch
+
 import torch
 
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.quantize.format_functions import bind_transpose_rows
 from fusedmoe.kernels.sm90 import products
+from fusedmoe.kernels.sm90.tiles.choice import CO_256_ROWS
 from fusedmoe.numerics.formats import E4M3, E5M2, amax_by_expert, fp8_block, fp8_tensor, quantize
 from kit.hopper import DEVICE
 from kit.hopper_products import (
@@ -74,10 +77,11 @@ def check_derivative_codes(
         p = drawn((sum(splits) + tail, 2 * n if a.gated else n), BF16).to(BF16)
     p[sum(splits) :] = torch.nan
     factor = row_scales(splits, tail) if scale else None
-    bound = products.bind_grouped_gemm_activation_backward(dy, w, p, factor, a, True, gradient, options)
-    in_codes = products.bind_grouped_gemm_activation_backward_codes(
-        dy, w, p, factor, a, of_grad, forms, gradient, options
-    )
+    with patch.object(products, "choose", lambda problem: CO_256_ROWS):  # the tiles of codes
+        bound = products.bind_grouped_gemm_activation_backward(dy, w, p, factor, a, True, gradient, options)
+        in_codes = products.bind_grouped_gemm_activation_backward_codes(
+            dy, w, p, factor, a, of_grad, forms, gradient, options
+        )
     with nan_in_new_tensors():
         grad, y, grad_scale = bound(dy, w, offsets, p, factor)
         written, again = in_codes(dy, w, offsets, p, factor)
