@@ -80,6 +80,7 @@ CONFIGURATIONS = {
     "float32": ({"torch_dtype": "float32"}, [], False, [", float32\n"], "input is float32, not bfloat16 or float16"),
     "float32, asked": ({"torch_dtype": "float32"}, ["--dtype", "bfloat16"], True, [", bfloat16\n"], ""),
     "no dtype": ({"torch_dtype": None}, [], True, [", bfloat16\n"], ""),
+    "one layer": ({"num_hidden_layers": 1}, [], True, [".0.mlp.experts: Qwen3MoeExperts, kept for backward "], ""),
     "fp8": (
         {"quantization_config": FP8}, [], True,
         [" bfloat16, quantized by fp8\n", "FP8Experts",

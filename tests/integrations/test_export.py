@@ -194,10 +194,10 @@ def test_loaded_by_another_process(tmp_path):
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.experts = mlp()
+        self.experts, self.splits = mlp(), splits()["splits"]
 
     def forward(self, x):
-        return self.experts(x, **splits())
+        return self.experts(x, splits=self.splits)
 
 
 TRACED = {
