@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import fusedmoe as fm
+from fusedmoe.call.compile import operators
 from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.numerics.formats import Delayed
 from fusedmoe.numerics.recipes import FP8Tensor
@@ -169,6 +170,7 @@ CASES = {
     "nvfp4, rounded at random": (mlp, "nvfp4", None, False),
     "routed": (Routed, "fp8_block", None, True),
     "routed, autocast": (Routed, "mxfp8", BF16, True),
+    "routed, autocast alone": (Routed, "bf16", BF16, True),
     "autocast to fp16": (lambda: mlp(bias=True), "bf16", FP16, True),
     "autocast within": (Autocast, "bf16", None, True),
     "nested": (nested, "bf16", None, True),
@@ -257,6 +259,14 @@ def test_a_copy_of_a_module_compiled_in_place_is_a_module_of_its_own(make, copie
         list(other.parameters())[-1].mul_(2)
     assert_bitwise(module(rows(), splits=SPLITS), want)
     assert_bitwise(other(rows(), splits=SPLITS), 2 * want)
+
+
+def test_results_of_an_operator_have_memory_of_their_own():
+    x, y = torch.arange(1.0, 4.0), torch.arange(4.0, 7.0)
+    results = x, y, y[1:]
+    found = operators._own(results, [x])
+    assert_bitwise(found, [*results])
+    assert len({t.untyped_storage().data_ptr() for t in (x, *found)}) == 4
 
 
 # ---- what is traced anew, and what is not -------------------------------------------------------------------------
