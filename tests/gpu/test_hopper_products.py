@@ -274,6 +274,8 @@ def widths():
         scales = settings.get("kind", "bf16").partition(" ")[2]
         if not scales:
             found = [(8, 8), (8, 2880), (2880, 8), (64, 192), (192, 64), (264, 768), (1408, 1856), (2056, 72)]
+        elif family == "derivative":
+            found = [(128, 144), (272, 144), (336, 48), (400, 272)]
         elif family != "activation":
             found = [(16, 16), (16, 528), (528, 16), (128, 256), (656, 128), (1168, 48)]
         elif scales == "blocks":

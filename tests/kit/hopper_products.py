@@ -285,7 +285,7 @@ def ragged_m(x, index, call, want, *, kind, exact, **live):
     copied = x.values.to(DTYPES[kind]) if index is not None else None
     return Case(
         lambda options: call(x.given, index, options), want, SUMS_OF_CODES if codes else SUMS, not codes, exact,
-        None if index is None else lambda: call(copied, None, DEFAULT), {"index": index, **live},
+        None if index is None else lambda: call(copied, None, DEFAULT), {"index": index, "x": x, **live},
     )  # fmt: skip
 
 
