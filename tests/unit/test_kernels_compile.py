@@ -269,7 +269,7 @@ COUNTS = {
     ColumnSums: lambda k: {r"LDG\S*\.NA": 2 * IN_FLIGHT - 1, r"LDG\S*\.NA\.128": 2 * IN_FLIGHT - 1, "STG": 2,
                            "STG.E.128": 2},
     # a lane's row and its scale: one load each, none between those of two rows
-    SumSlots: lambda k: {WIDE: (k.slots + k.adds) * k.vectors, NARROW: 2, NARROW_STORES: 0},
+    SumSlots: lambda k: {WIDE: (k.slots + k.adds) * k.vectors, NARROW: 1 + bool(k.scale), NARROW_STORES: 0},
     GatherRows: lambda k: {WIDE: slots.VECTORS, NARROW_STORES: 0},
     RowDots: lambda k: {WIDE: 2 * slots.VECTORS},
     SumOnFewSms: lambda k: {"LDGSTS": k.copies, r"LDGSTS\S*\.128": k.copies, "PREEXIT": 1},
