@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -81,6 +81,14 @@ def scheduling(problem: Problem, config: TileConfig, sms: int) -> tuple[int, int
     return band(problem, config), ctas_for(sms, config)
 
 
+def current_stream(device: torch.device) -> int:
+    """Return the address of the current stream. `torch.cuda.current_stream` makes an object, which takes longer."""
+    return _raw_stream(device.index) if _raw_stream else torch.cuda.current_stream(device).cuda_stream
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a CPU build
+
+
 class TileCounters:
     """The tile counters of a GPU. Each kernel leaves its counter zero, so no launch has to zero one.
 
@@ -100,7 +108,7 @@ class TileCounters:
         """Return a counter for a launch now, and whether its schedule can be dynamic: not if all counters are taken."""
         if torch.cuda.is_current_stream_capturing():
             return self._new()
-        stream = torch.cuda.current_stream(self._device).cuda_stream
+        stream = current_stream(self._device)
         found = self._of_stream.get(stream)
         if found is None:
             found = self._of_stream[stream] = self._new()
@@ -124,8 +132,11 @@ def tile_counters(device: torch.device) -> TileCounters | None:
 
 def tile_counter(device: torch.device, schedule: Schedule) -> tuple[Tensor, int]:
     """Return the tile counter of a launch now, and whether the launch is dynamic: only if there is a counter for it."""
-    counters = tile_counters(device) if schedule == "dynamic" else None
-    return (no_counter(device), 0) if counters is None else counters.get()
+    if schedule == "dynamic":
+        counters = _tile_counters.get(device) or tile_counters(device)
+        if counters is not None:
+            return counters.get()
+    return no_counter(device), 0
 
 
 def may_begin_beside(device: torch.device, beside: bool) -> bool:
@@ -209,55 +220,24 @@ class RaggedMKey:
 
 
 class RaggedMLaunch(NamedTuple):
-    """The common part of all launches with the same key."""
+    """The common part of all launches with the same key.
 
-    kernel: Callable[..., Any]
-    device: torch.device
-    schedule: Schedule
-    no_bias: Tensor
-    no_scale: Tensor
-    numbers: tuple[float, float, float, bool, bool, int, int]  # from `RaggedMArguments.limit` to ``ctas``
+    ``run(a, b, offsets, bias, row_scale, *tensors)`` launches, of two operands. ``tensors`` are the index, if rows are
+    gathered, the formula's input, and the outputs. With `RaggedMKey.ranges`, it launches once for each of some parts of
+    ranges in place of ``offsets``. They may be a generator: it waits for rows before it yields their ranges.
+    """
+
+    run: Callable[..., None]
     tile_n: int  # columns of a tile
-    converts: bool  # whether the row scale is converted to fp32
-    scaled: bool  # whether the operands are `Codes`
-    ranges: bool
-
-    def __call__(
-        self, a: Any, b: Any, offsets: Any, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
-    ) -> None:
-        """Launch, of two operands. ``tensors`` are the index, if rows are gathered, the formula's input, and the
-        outputs.
-
-        With `RaggedMKey.ranges`, launch once for each of some parts of ranges in place of ``offsets``. They may be a
-        generator: it waits for rows before it yields their ranges.
-        """
-        kernel, device, schedule, no_bias, no_scale, numbers, _, converts, scaled, ranges = self
-        if row_scale is not None:
-            row_scale = row_scale.float() if converts else row_scale.contiguous()
-        if scaled:
-            tensors = (a.scale, b.scale, *tensors)
-            a, b = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
-        counter, dynamic = tile_counter(device, schedule)
-        # the fields of `RaggedMArguments`, and tensors; to make that tuple takes 0.4 us
-        others = (
-            no_bias if bias is None else bias, no_scale if row_scale is None else row_scale, counter, *numbers, dynamic,
-            *tensors,
-        )  # fmt: skip
-        for part in offsets if ranges else (offsets,):
-            kernel(a, b, part, *others)
 
 
 @functools.lru_cache(maxsize=4096)
 def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
-    no_bias, no_scale = placeholders(key.device, key.dtype if key.scales is None else torch.bfloat16)
-    scaled, ranges = key.scales is not None, key.ranges
     if not key.rows:
-        nothing = (0, 0, 0, False, False, 0, 0)
-        return RaggedMLaunch(
-            _no_kernel, key.device, "static", no_bias, no_scale, nothing, 1, False, scaled, ranges
-        )  # fmt: skip
-    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+        return RaggedMLaunch(_of_ranges(_no_kernel) if key.ranges else _no_kernel, 1)
+    device, schedule = key.device, key.options.schedule
+    sms, of_tiles = sms_for(device, key.options), sms_for_tiles(device, key.options)
     problem = Problem(
         key.family, key.rows, key.experts, key.columns, key.depth, of_tiles, key.dtype.itemsize, key.gather
     )  # fmt: skip
@@ -266,11 +246,37 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
         dtype=NAMES[key.dtype], scales=key.scales, b_major=key.b_major, epilogue=key.epilogue, config=config,
         gather=key.gather, ranges=key.ranges,
     )  # fmt: skip
+    no_bias, no_scale = placeholders(device, key.dtype if key.scales is None else torch.bfloat16)
+    # the fields of `RaggedMArguments` from ``limit`` to ``ctas``; to make that tuple in each launch takes 0.4 us
     numbers = (*key.constants, key.biased, key.scale is not None, *scheduling(problem, config, sms))
     converts = key.scale not in (None, torch.float32)
-    return RaggedMLaunch(
-        kernel, key.device, key.options.schedule, no_bias, no_scale, numbers, config.tile_n, converts, scaled, ranges
-    )
+
+    # functions and not methods, which take 0.3 us longer to call
+    def run(
+        a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+    ) -> None:
+        scale = no_scale if row_scale is None else row_scale.float() if converts else row_scale.contiguous()
+        counter, dynamic = tile_counter(device, schedule)
+        kernel(a, b, offsets, no_bias if bias is None else bias, scale, counter, *numbers, dynamic, *tensors)
+
+    def run_codes(
+        a: Codes, b: Codes, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+    ) -> None:
+        codes = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
+        run(*codes, offsets, bias, row_scale, a.scale, b.scale, *tensors)
+
+    launch: Callable[..., None] = run if key.scales is None else run_codes
+    return RaggedMLaunch(_of_ranges(launch) if key.ranges else launch, config.tile_n)
+
+
+def _of_ranges(launch: Callable[..., None]) -> Callable[..., None]:
+    """Return the function that launches once for each part of ranges."""
+
+    def run(a: Operand, b: Operand, parts: Iterable[Tensor], *others: Any) -> None:
+        for part in parts:
+            launch(a, b, part, *others)
+
+    return run
 
 
 def _no_kernel(*_: Any) -> None:
@@ -296,31 +302,13 @@ class RaggedKKey:
     beside: bool  # as `may_begin_beside` says
 
 
-class RaggedKLaunch(NamedTuple):
-    """A ragged K kernel and its numbers."""
-
-    kernel: Callable[..., Any]
-    device: torch.device
-    schedule: Schedule
-    numbers: tuple[int, int]
-    scaled: bool  # whether the operands are `Codes`
-
-    def __call__(self, a: Any, b: Any, offsets: Tensor, out: Tensor, *tensors: Tensor) -> None:
-        """Launch, of two operands. ``tensors``: the index of the rows, if an operand is gathered."""
-        kernel, device, schedule, numbers, scaled = self
-        if scaled:
-            tensors = a.scale, b.scale
-            a, b = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
-        counter, dynamic = tile_counter(device, schedule)
-        kernel(
-            a, b, offsets, out, counter, *numbers, dynamic, *tensors
-        )  # the fields of `RaggedKArguments`, and tensors
-
-
 @functools.lru_cache(maxsize=4096)
-def ragged_k(key: RaggedKKey) -> RaggedKLaunch:
-    """Make the launch of a ragged K product."""
-    sms, of_tiles = sms_for(key.device, key.options), sms_for_tiles(key.device, key.options)
+def ragged_k(key: RaggedKKey) -> Callable[..., None]:
+    """Make the launch of a ragged K product, of ``(a, b, offsets, out, *tensors)``: two operands, and the index of the
+    rows, if an operand is gathered.
+    """
+    device, schedule = key.device, "dynamic" if key.beside else key.options.schedule
+    sms, of_tiles = sms_for(device, key.options), sms_for_tiles(device, key.options)
     family = WGRADS[key.gathered] if key.scales is None else "fp8_wgrad"
     problem = Problem(family, key.rows, key.experts, key.k, key.n, of_tiles, key.dtype.itemsize)
     config = key.choose(problem)
@@ -328,8 +316,18 @@ def ragged_k(key: RaggedKKey) -> RaggedKLaunch:
         dtype=NAMES[key.dtype], scales=key.scales, config=config, out=NAMES[key.out], accumulate=key.accumulate,
         gathered=key.gathered, beside=key.beside,
     )  # fmt: skip
-    schedule = "dynamic" if key.beside else key.options.schedule
-    return RaggedKLaunch(kernel, key.device, schedule, scheduling(problem, config, sms), key.scales is not None)
+    numbers = scheduling(problem, config, sms)
+
+    def run(a: Tensor, b: Tensor, offsets: Tensor, out: Tensor, *tensors: Tensor) -> None:
+        counter, dynamic = tile_counter(device, schedule)
+        kernel(
+            a, b, offsets, out, counter, *numbers, dynamic, *tensors
+        )  # the fields of `RaggedKArguments`, and tensors
+
+    def run_codes(a: Codes, b: Codes, offsets: Tensor, out: Tensor) -> None:
+        run(a.codes.view(torch.uint8), b.codes.view(torch.uint8), offsets, out, a.scale, b.scale)
+
+    return run if key.scales is None else run_codes
 
 
 # ------------------------------------------------------------------------------------------------ kernels

@@ -104,7 +104,9 @@ def bind_grouped_gemm(
     first when this element is not 0.
     """
     rows, columns = _rows(x, gather), values_of(weight).shape[1]
-    launch = _ragged_m("plain", x, weight, Epilogue(), options, gather, bias=bias, row_scale=row_scale, ranges=ranges)
+    launch = _ragged_m(
+        "plain", x, weight, Epilogue(), options, gather, bias=bias, row_scale=row_scale, ranges=ranges
+    ).run
     same = isinstance(x, Tensor)
 
     def run(
@@ -189,7 +191,7 @@ def bind_grouped_gemm_activation(
     launch = _ragged_m(
         "activation", x, weight, epilogue, options, gather,
         activation=activation, bias=bias, row_scale=row_scale, ranges=ranges,
-    )  # fmt: skip
+    ).run  # fmt: skip
 
     def run(
         x: Tensor, weight: Tensor, bias: Optional, offsets: Tensor, row_scale: Optional, gather: Optional = None
@@ -364,11 +366,11 @@ def _bind_derivative(
     A gradient that is wanted without a row scale is that of a row scale of ones.
     """
     rows, device = preactivation.shape[0], preactivation.device
-    launch = _ragged_m(
+    launch, tile_n = _ragged_m(
         family, grad_output, _by_columns(weight), epilogue, options, gather,
         activation=activation, row_scale=row_scale, ranges=ranges, unscaled=want_grad and row_scale is None,
     )  # fmt: skip
-    tiles = -(-values_of(_by_columns(weight)).shape[1] // launch.tile_n) if rows else 1
+    tiles = -(-values_of(_by_columns(weight)).shape[1] // tile_n) if rows else 1
     partials = (tiles, -(-rows // limits.UNIT) * limits.UNIT)
     total = bind_sum_partials(*partials) if want_grad else None
 
