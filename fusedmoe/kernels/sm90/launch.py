@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fusedmoe.base.lasting import lasting, unread
+from fusedmoe.base.lasting import current_stream, lasting, unread
 from fusedmoe.kernels.build import compiler
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, band
@@ -79,14 +79,6 @@ def ctas_for(sms: int, config: TileConfig) -> int:
 def scheduling(problem: Problem, config: TileConfig, sms: int) -> tuple[int, int]:
     """Return the scheduler's numbers: the band of row tiles, and CTAs."""
     return band(problem, config), ctas_for(sms, config)
-
-
-def current_stream(device: torch.device) -> int:
-    """Return the address of the current stream. `torch.cuda.current_stream` makes an object, which takes longer."""
-    return _raw_stream(device.index) if _raw_stream else torch.cuda.current_stream(device).cuda_stream
-
-
-_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a CPU build
 
 
 class TileCounters:

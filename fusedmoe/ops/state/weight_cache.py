@@ -51,6 +51,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedmoe.base.checks import MODULE
 from fusedmoe.base.environment import debugging
 from fusedmoe.base.errors import InputError
+from fusedmoe.base.lasting import current_stream
 from fusedmoe.base.process_state import HasProcessState, ProcessState
 from fusedmoe.expert_parallel.engine import collectives
 from fusedmoe.numerics.formats import QuantizedTensor, Quantizer
@@ -140,7 +141,7 @@ def _version(grad: Tensor) -> float:
 
 
 def _state(source: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
-    stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else None
+    stream = current_stream(weight.device) if weight.is_cuda else None
     counts = source._version, _optimizer_steps, _collectives(source.device)
     layout = source.data_ptr(), source.dtype, source.shape, source.stride()
     # a new parameter over the same memory counts its versions from zero
