@@ -11,8 +11,6 @@ from kit.oracles import meaning
 from kit.rounding import ROUNDOFF
 from kit.splits import routings, splits_and_rows
 
-import fusedmoe as fm
-
 
 @pytest.mark.parametrize("name", CHAINS)
 @example((torch.tensor([0, 0, 0]), 0))
@@ -38,13 +36,6 @@ def test_accuracy_against_fp64_of_the_same_operands(name, dtype):
     want = outcome(exact, exact_x, dy.double(), call=lambda x, **inputs: meaning(exact, x, **inputs), **inputs)
     # one rounding after each op, forward and backward; their errors add like those of independent draws
     assert_accurate(found, want, ROUNDOFF[dtype] * (3 if dtype.itemsize == 2 else 16))
-
-
-def test_two_scales_of_different_names():
-    layer, x, a, b = fm.GroupedLinear(2, 3, 3, dtype=torch.float64), leaf(4, 3), leaf(4), leaf(4)
-    y = fm.Sequential(fm.Scale("a"), layer, fm.Scale("b"))(x, splits=torch.tensor([2, 1]), a=a, b=b)
-    expected = torch.einsum("r, r, rk, rnk -> rn", a[:3], b[:3], x[:3], layer.weight[[0, 0, 1]])
-    assert_same_function(y[:3], expected, (x, a, b, layer.weight))
 
 
 def routing_of(index, dtype=torch.float64):

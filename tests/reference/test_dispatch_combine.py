@@ -133,30 +133,6 @@ def test_ids_of_any_size_are_skipped(sentinel):
     assert dw.count_nonzero() == 1
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(0, 1), (0, 3), (1, 1), (4, 1)])
-def test_no_tokens_and_one_expert_per_token(tokens, chosen):
-    index = torch.arange(tokens * chosen).view(tokens, chosen) % 3
-    x, weight = as_in(index, 2)
-    rows, provided = dispatch(x, index, weight, 3)
-    assert rows.shape == (tokens * chosen, 2)
-    assert provided["row_of_slot"].shape == (tokens, chosen)
-    assert {provided[name].shape for name in ("probs", "slot_of_row", "token_of_row")} == {(tokens * chosen,)}
-    y, dx, dw = with_gradients(both(x, index, weight, 3), (x, weight))
-    if chosen == 1:
-        want = [weight * x, weight.expand(tokens, 2), x.sum(1, keepdim=True)]
-        assert_close([y, dx, dw], want, zeros=not tokens)
-    assert [t.shape for t in (y, dx, dw)] == [x.shape, x.shape, weight.shape]
-
-
-def test_a_token_may_choose_an_expert_twice():
-    index = torch.tensor([[1, 1], [0, 1]])
-    x, weight = exact_copies(torch.randn(2, 3), torch.tensor([[0.25, 0.5], [1.0, 2.0]]))
-    assert torch.equal(dispatch(x, index, weight, 2)[0], x[[1, 0, 0, 1]])
-    y, dx = with_gradients(both(x, index, weight, 2), [x])
-    factor = torch.tensor([[0.75], [3.0]], dtype=torch.float64)
-    assert_close([y, dx], [x * factor, factor.expand(2, 3)])
-
-
 @pytest.mark.parametrize(
     ("dtype", "weight_dtype"), pairwise([*ROUNDOFF], [torch.float32, torch.bfloat16, torch.float64]), ids=str
 )
@@ -211,15 +187,6 @@ def test_poisoned_gradients_of_dispatch_stay_out():
     dx, dweight = torch.autograd.grad((rows, provided["probs"]), (x, weight), (drows, dprobs))
     assert torch.equal(dx, VALID.sum(1, keepdim=True).double().expand(5, 2))
     assert torch.equal(dweight, VALID.double())
-
-
-def test_only_what_is_wanted_gets_a_gradient():
-    x, weight = as_in(ROUTING, 2)
-    for wanted, arguments in ((x, (x, ROUTING, weight.detach())), (weight, (x.detach(), ROUTING, weight))):
-        both(*arguments).sum().backward()
-        assert wanted.grad is not None
-        wanted.grad = None
-    assert x.grad is weight.grad is None
 
 
 def test_strided_tokens_ids_and_weights():

@@ -109,19 +109,6 @@ def test_a_nan_reaches_its_own_results_and_no_others(kind, options, dtype):
 
 
 @every_kind
-def test_infinities(kind):
-    infinite = torch.tensor([[math.inf, 2.0, 1.0, 3.0, math.inf, -math.inf]], dtype=torch.float64)
-    op, large, dy = KINDS[kind](**GPT_OSS), infinite.clamp(-1e6, 1e6), torch.ones(1, 3, dtype=torch.float64)
-    assert torch.equal(op(infinite), op(large)), "clamped like any other value"
-    dx = gradient(op, infinite, dy)
-    assert torch.equal(dx, gradient(op, large, dy))
-    assert (dx[0] != 0).tolist() == [False, True, True, True, False, False]
-    if kind == "geglu_erf" and torch.nn.functional.gelu(1.0 * infinite.float()[:, :3]).isnan().any():
-        pytest.skip("this torch's own gelu of infinity is NaN (2.11 on some processors)")
-    assert KINDS[kind]()(infinite.float()).tolist() == [[math.inf, math.inf, -math.inf]], "without a limit"
-
-
-@every_kind
 def test_half_precision_keeps_large_products_in_between(kind):
     # u * phi'(g) alone overflows fp16, where the largest number is 65504
     x = torch.tensor([[40000.0, 4.0]], dtype=torch.float16)
@@ -172,12 +159,6 @@ def test_scale(shape):
     assert torch.autograd.gradcheck(lambda x, s: op(x, loudness=s), (x, s))
     with pytest.raises(fm.InputError, match="loudness"):
         op(x, probs=s)
-    for wanted, other in ((x, s), (s, x)):
-        wanted.grad = None
-        op(x if wanted is x else x.detach(), loudness=s if wanted is s else s.detach()).sum().backward()
-        assert wanted.grad is not None
-        assert other.grad is None
-        wanted.grad = None
 
 
 @pytest.mark.parametrize("s_dtype", [torch.float32, torch.float64, torch.bfloat16])

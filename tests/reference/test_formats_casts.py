@@ -1,21 +1,14 @@
-"""Casts to small types, bit for bit against ml_dtypes and gfloat: all bf16 values, and fp32 of all exponents."""
+"""Casts to small types, bit for bit against ml_dtypes: all bf16 values, and fp32 of all exponents."""
 
-import gfloat
 import numpy as np
 import pytest
 import torch
-from gfloat import formats as gfloat_formats
 from kit import formats as oracles
 
 from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, nvfp4, quantize
 from fusedmoe.numerics.formats.casts import from_codes, pack, to_codes, unpack
 from fusedmoe.numerics.formats.format import Quantizer
 
-GFLOAT = {
-    "e4m3": gfloat_formats.format_info_ocp_e4m3,
-    "e5m2": gfloat_formats.format_info_ocp_e5m2,
-    "e2m1": gfloat_formats.format_info_ocp_e2m1,
-}
 every_element = pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
 
 
@@ -49,11 +42,6 @@ def test_rounding_to_nearest(element):
     assert x.isnan().any()
     assert x.isinf().any()
     np.testing.assert_array_equal(byte_codes(x, element), oracles.codes_of(x.numpy(), element.name))
-    x = torch.cat((bf16(), beside_ties(element)))
-    x = x[x.isfinite()]
-    info = GFLOAT[element.name]
-    rounded = gfloat.round_ndarray(info, x.double().numpy(), sat=True)
-    np.testing.assert_array_equal(byte_codes(x, element), gfloat.encode_ndarray(info, rounded).astype(np.uint8))
 
 
 @pytest.mark.parametrize(
@@ -87,10 +75,6 @@ def test_packing(length):
     assert packed.shape == (3, 2, (length + 1) // 2)
     assert torch.equal(unpack(packed, length), codes)
     np.testing.assert_array_equal(packed.numpy(), oracles.packed(codes.numpy()))
-    assert pack(torch.tensor([0x1, 0xE, 0xF], dtype=torch.uint8)).tolist() == [
-        0xE1,
-        0x0F,
-    ]  # the even one is the low half
 
 
 # --- stochastic rounding -------------------------------------------------------------------------------------------
@@ -111,24 +95,6 @@ def test_stochastic_rounding():
     with np.errstate(invalid="ignore"):
         expected = oracles.stochastic_codes(x.numpy(), bits.numpy())
     np.testing.assert_array_equal(byte_codes(x, E2M1, bits), expected)
-
-
-def test_stochastic_rounding_is_unbiased_and_never_goes_further_than_a_neighbour():
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    x = bf16(UP_TO_8)
-    x = x[x <= 6]
-    bits = torch.arange(256, dtype=torch.uint8)
-    rounded = from_codes(to_codes(x[:, None].expand(-1, 256), E2M1, bits.expand(len(x), -1)), E2M1)
-    below = grid[torch.searchsorted(grid, x, right=True) - 1]
-    above = grid[torch.searchsorted(grid, x)]
-    assert ((rounded == below[:, None]) | (rounded == above[:, None])).all()
-    # means of 256 multiples of a half are exact; probabilities are multiples of 1/256
-    step = torch.where(x < 2, 0.5, torch.where(x < 4, 1.0, 2.0))
-    error = (rounded.double().mean(1) - x.double()).abs() / step
-    assert (error < 1 / 256).all()
-    nearest = (from_codes(to_codes(x, E2M1), E2M1).double() - x.double()).abs() / step
-    between = x >= 0.5
-    assert error[between].mean() < nearest[between].mean() / 50
 
 
 def test_seeds():

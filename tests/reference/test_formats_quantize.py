@@ -107,40 +107,6 @@ def check(actual, x, format, axis, offsets=None, hadamard=False):
         assert torch.equal(bits(actual.dequantize()), bits(values.to(x.dtype)))
 
 
-def test_nvfp4_by_hand():
-    """The largest magnitude is 42, so that the scales of blocks are multiplied by 2688 / 42 = 64.
-
-    ===== ====== ================= ============ ====================== =========================
-    block amax   amax / 6 * 64     as E4M3      its byte               elements are multiplied by
-    ===== ====== ================= ============ ====================== =========================
-    0     42     448               448          0 1111 110 = 0x7e      64 / 448 = 1/7
-    1     3      32                32           0 1100 000 = 0x60      64 / 32 = 2
-    2     1      10.667            11 (of 10)   0 1010 011 = 0x53      64 / 11 = 5.8182
-    3     0      0                 0            0x00                   nothing but zeros
-    ===== ====== ================= ============ ====================== =========================
-    """
-    x = torch.zeros(64)
-    x[:16] = torch.tensor([42, -42, 28, 21, 14, 10.5, 7, 3.5, 1.7, -1.8, 24, -25, 35.1, 34.9, 0, -0.0])
-    # sevenths:             6    -6  4   3   2   1.5  1  0.5  .24  -.26  3.4  -3.6  5.01  4.99  0  -0
-    first = [7, 15, 6, 5, 4, 3, 2, 1, 0, 9, 5, 14, 7, 6, 0, 8]
-    half = torch.tensor([0.125, 0.375, 0.625, 0.875, 1.25, 1.75, 2.5, 3])
-    x[16:32] = torch.cat((half, -half))
-    # twice as much, all ties:  .25->0  .75->1  1.25->1  1.75->2  2.5->2  3.5->4  5->4  6, then the same below 0
-    second = [0, 2, 2, 4, 4, 6, 6, 7, 8, 10, 10, 12, 12, 14, 14, 15]
-    x[32:36] = torch.tensor([1, 0.5, -0.25, 0.1])
-    # 5.8182->6  2.9091->3  -1.4545->-1.5  .58182->.5
-    third = [7, 5, 11, 1] + [0] * 12
-    found = quantize(x[None], nvfp4())
-    assert found.scale.view(torch.uint8).tolist() == [[0x7E, 0x60, 0x53, 0x00]]
-    assert found.tensor_scale.tolist() == [1 / 64]
-    assert found.codes().tolist() == [first + second + third + [0] * 16]
-    assert found.data[0, :8].tolist() == [0xF7, 0x56, 0x34, 0x12, 0x90, 0xE5, 0x67, 0x80]
-    assert found.data[0, 16:18].tolist() == [0x57, 0x1B]
-    values = found.dequantize()[0]
-    assert values[:3].tolist() == [42, -42, 28]
-    assert values[32:36].tolist() == [6 * 11 / 64, 3 * 11 / 64, -1.5 * 11 / 64, 0.5 * 11 / 64]
-
-
 SPLITS = [([130, 0, 1, 20, 37], 6), ([70], 0), ([0, 0, 0], 9), ([17, 0], 3), ([0], 0), ([1] * 5, 0), ([0, 0, 128], 0)]
 SHAPES = [(140, 149), (1, 1), (33, 16), (0, 40), (5, 0), (3, 140, 149), (1, 20, 33), (2, 32, 0)]
 
@@ -175,27 +141,6 @@ def test_one_matrix_and_stacked_weights(format, axis):
     if format not in SQUARE:
         x, offsets = wide(50, 40).T, ends(20, 15)
         check(quantize(x, format, axis, offsets=offsets), x, format, axis, offsets)
-
-
-@pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=label)
-def test_an_expert_is_alone(format, axis):
-    """The rows of others, and those of none, may be what they like."""
-    counts, tail = [33, 5, 60, 0, 2], 4
-    offsets, own = ends(*counts), slice(38, 98)
-    x = wide(sum(counts) + tail, 48)
-    before = quantize(x, format, axis, offsets=offsets)
-    changed = x * 1000
-    changed[2::9] = NAN
-    changed[3::9] = INF
-    changed[own] = x[own]  # expert 2 alone is as it was
-    after, alone = quantize(changed, format, axis, offsets=offsets), quantize(x[own], format, axis, offsets=ends(60))
-    assert torch.equal(bits(after.dequantize()[own]), bits(before.dequantize()[own]))
-    assert not torch.equal(bits(after.dequantize()[:38]), bits(before.dequantize()[:38]))
-    assert torch.equal(bits(before.dequantize()[own]), bits(alone.dequantize()))
-    if axis == -1:
-        assert torch.equal(bits(after.data[own]), bits(before.data[own]))
-    if format.tensor_scale:
-        assert torch.equal(after.tensor_scale[2], alone.tensor_scale[0])
 
 
 @pytest.mark.parametrize(("format", "axis"), OF_EXPERTS, ids=label)
@@ -248,23 +193,6 @@ def test_nothing_that_is_finite(poison):
     assert four.tensor_scale.tolist() == [1.0]
     assert four.scale.view(torch.uint8).tolist() == [[0x7F, 0x7F]] * 2
     assert four.dequantize().isnan().all()
-
-
-@formats([*SQUARE, *TENSOR])
-def test_square_blocks_stand_for_the_same_by_rows_and_by_columns(format):
-    x = wide(2, 140, 100)
-    by_rows, by_columns = (quantize(x, format, axis) for axis in AXES)
-    assert torch.equal(bits(by_rows.dequantize()), bits(by_columns.dequantize()))
-    if format in SQUARE:
-        assert torch.equal(bits(by_rows.scale).mT, bits(by_columns.scale))
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_no_product_takes_the_other_axis(axis):
-    found = quantize(torch.randn(32, 32), mxfp8(), axis)
-    assert found.along(axis) is found
-    with pytest.raises(InputError, match="dgrad"):
-        found.along(-3 - axis, "dgrad")
 
 
 @axes
@@ -330,14 +258,10 @@ def test_stochastic_rounding_of_a_tensor(format, axis):
 
 REFUSED = [
     ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x: .*float64"),
-    ({"x": torch.zeros(4, 16, dtype=torch.int32)}, "x: .*int32"),
     ({"x": torch.zeros(16)}, "x"),
-    ({"x": torch.zeros(2, 3, 4, 5)}, "x"),
     ({"x": torch.zeros(2, 3, 4), "offsets": ends(1, 2)}, "x"),
-    ({"axis": 0}, "axis"),
     ({"axis": 1}, "axis"),
     ({"offsets": torch.tensor([4])}, "offsets"),
-    ({"offsets": ends()}, "offsets"),
     ({"quantizer": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none"),
     ({"encode": torch.ones(1)}, "encode: expected none"),
     ({"quantizer": fp8_tensor(), "encode": torch.ones(2)}, "encode"),
@@ -385,8 +309,6 @@ def test_rotated_rows_of_experts(split, format):
     assert values.shape == x.shape
     for first, end in itertools.pairwise([0, *offsets.tolist()]):
         if end > first:
-            alone = quantize(x[first:end], Quantizer(format, hadamard=True), -2, offsets=ends(end - first))
-            assert torch.equal(bits(values[first:end]), bits(alone.dequantize()))
             error = (values[first:end] - x[first:end]).norm() / x[first:end].norm()
             assert error < (0.2 if format.element.bits == 4 else 0.1)
     assert not values[offsets[-1] :].any()
@@ -402,13 +324,3 @@ def test_rotated_without_experts(shape, format):
     by_rows = quantize(x, Quantizer(format, hadamard=True), -1)
     assert not by_rows.rotated
     check_same(by_rows, quantize(x, format))
-
-
-def test_rotated_products_are_products():
-    """Both operands of a product over the rows are rotated: their codes are multiplied as they are."""
-    x, y = torch.randn(48, 20), torch.randn(48, 24)
-    rotated = [quantize(t, Quantizer(mxfp8(), hadamard=True), -2, offsets=ends(20, 28)) for t in (x, y)]
-    first = slice(0, int(rotated[0].padded.ends_E[0]))
-    (a, _), (b, _) = (q.split() for q in rotated)
-    expected = x[:20].T @ y[:20]
-    assert ((a[:, first] @ b[:, first].T - expected).norm() / expected.norm()) < 0.1

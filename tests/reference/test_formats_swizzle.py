@@ -6,9 +6,6 @@ from kit.compare import pairwise
 from kit.splits import ends
 
 from fusedmoe.numerics.formats import (
-    mxfp8,
-    nvfp4,
-    quantize,
     swizzle,
     swizzle_column_groups,
     swizzle_row_groups,
@@ -121,17 +118,3 @@ def test_the_tail_changes_nothing_and_nothing_is_read_on_the_host(function):
     # a meta tensor has no values: whatever asks for one raises
     for meta, real in zip(function(scale.to("meta"), offsets.to("meta")), found, strict=True):
         assert (meta.shape, meta.dtype) == (real.shape, real.dtype)
-
-
-@pytest.mark.parametrize("format", [mxfp8(), nvfp4()], ids=str)
-def test_scales_of_quantized_rows(format):
-    counts = [70, 0, 33]
-    x, offsets = torch.randn(110, 96), ends(*counts)
-    by_rows, by_columns = (quantize(x, format, axis, offsets=offsets) for axis in (-1, -2))
-    rows = swizzle_row_groups(by_rows.scale, offsets)
-    columns = swizzle_column_groups(by_columns.scale, ends(*(-(-c // format.block[1]) for c in counts)))
-    for expert, part in zip((0, 2), (x[:70], x[70:103]), strict=True):
-        for groups, alone in ((rows, quantize(part, format)), (columns, quantize(part, format, -2))):
-            blocked, start = bits(swizzle(alone.scale)), int(groups.starts[expert])
-            assert blocked.any()
-            assert torch.equal(bits(groups.blocked)[start : start + blocked.numel()], blocked)

@@ -1,7 +1,6 @@
 """A grouped linear layer with a weight that is stored in FP8, against plain PyTorch."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -12,11 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import FusionRule, Step
 from fusedmoe.numerics.formats import E5M2, Quantizer, fp8_block, mxfp8
 from fusedmoe.numerics.recipes import Custom, FP8Block
 from fusedmoe.ops import GroupedLinear
-from fusedmoe.ops.glue import StoredWeight
 
 E = 3
 SPLITS, ROWS, TOTAL = torch.tensor([70, 0, 45]), 120, 115  # 5 rows belong to no expert
@@ -191,45 +188,6 @@ def lora(layer, **options):
     return adapted
 
 
-def test_lora_has_the_gradients_of_the_formula():
-    adapted, x = lora(stored(256, 128)), rows(128)
-    assert adapted.lora_A.weight.dtype is torch.float32
-    got = called(adapted, x)
-    a, b = (p.detach().double().requires_grad_() for p in (adapted.lora_A.weight, adapted.lora_B.weight))
-
-    def formula(x):
-        update = [2 * x[first:end] @ a[e].T @ b[e].T for e, first, end in expert_rows(SPLITS)]
-        return product(x, adapted.base_layer) + torch.cat([*update, torch.zeros(5, 256)])
-
-    assert_formula(got, by_formula(x.double(), formula), error_of_sums(256, 256))
-    a_grad, b_grad = adapted.lora_A.weight.grad, adapted.lora_B.weight.grad
-    for expert in (0, 2):
-        assert_accurate(a_grad[expert], a.grad[expert], error_of_sums(256, 70))  # dy @ B, then over the rows
-        assert_accurate(b_grad[expert], b.grad[expert], error_of_sums(128, 70))  # x @ A.T, then over the rows
-    assert not a_grad[1].any()
-    assert not b_grad[1].any()
-
-
-def test_lora_trains_and_leaves_the_codes():
-    chain = fm.Sequential(
-        fm.GroupedLoRA(stored(2 * 128, 64), rank=8), fm.SwiGLU(), fm.GroupedLoRA(stored(64, 128, seed=5), rank=8)
-    )
-    before = copy.deepcopy(chain.state_dict())
-    x, target = torch.randn(ROWS, 64, dtype=torch.bfloat16), torch.randn(ROWS, 64)
-    trained = [p for p in chain.parameters() if p.requires_grad]
-    assert len(trained) == 4
-    optimizer, losses = torch.optim.AdamW(trained, lr=3e-2), []
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss = (chain(x, splits=SPLITS).float() - target)[:TOTAL].square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]
-    for name, t in chain.state_dict().items():
-        assert ("base_layer" in name) is bool(torch.equal(t.float(), before[name].float())), name
-
-
 def test_merged_and_dequantized():
     adapted = lora(stored(192, 80), dtype=torch.float64)
     merged, layer = adapted.merged(), adapted.base_layer
@@ -238,7 +196,6 @@ def test_merged_and_dequantized():
     assert merged.weight_format is None
     assert merged.weight.requires_grad
     torch.testing.assert_close(layer.dequantized(torch.float64), values(layer), rtol=1e-6, atol=0)
-    assert layer.dequantized(torch.bfloat16).dtype is torch.bfloat16
     plain = GroupedLinear(E, 64, 64)
     assert torch.equal(plain.dequantized(), plain.weight)
     assert plain.dequantized().data_ptr() != plain.weight.data_ptr()
@@ -248,7 +205,7 @@ def test_merged_and_dequantized():
 
 
 def test_the_state_dict_has_the_names_of_a_checkpoint_and_loads():
-    one, x, file = stored(192, 80), rows(80), io.BytesIO()
+    one, x = stored(192, 80), rows(80)
     state, want = one.state_dict(), called(one, x)
     dtypes = {"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}
     assert {name: t.dtype for name, t in state.items()} == dtypes
@@ -256,9 +213,7 @@ def test_the_state_dict_has_the_names_of_a_checkpoint_and_loads():
     other.load_state_dict(state)
     on_meta = GroupedLinear(E, 80, 192, device="meta", weight_format=FP32_SCALES)
     on_meta.load_state_dict(state, assign=True)
-    torch.save(one, file)
-    file.seek(0)
-    for again in (other, on_meta, copy.deepcopy(one), torch.load(file, weights_only=False)):
+    for again in (other, on_meta, copy.deepcopy(one)):
         assert_bitwise(called(again, x), want)
 
 
@@ -269,7 +224,6 @@ def test_a_new_layer_is_drawn_as_one_in_high_precision():
     assert drawn.abs().max() == pytest.approx(1, abs=0.05)
     assert drawn.std() == pytest.approx(3**-0.5, rel=0.02)
     assert not layer.weight.requires_grad
-    assert "weight_format='fp8 e4m3 128x128'" in repr(layer)
 
 
 def test_casts_and_autocast_leave_codes_and_scales():
@@ -304,22 +258,6 @@ def test_parameters_of_another_module():
 # --- the plan ------------------------------------------------------------------------------------------------------
 
 
-def test_the_backward_pass_transposes_the_codes_and_keeps_no_copy():
-    chain, x = mlp(), rows(64)
-    (plan,) = chain.explain(x, splits=SPLITS).plans
-    assert "columns" not in plan.forward_source
-    assert not any("weight" in value for value in plan.kept)
-    assert plan.weight_bytes == 0
-    lines = plan.backward_source.splitlines()
-    made = [i for i, line in enumerate(lines) if "_weight_quantized_columns_codes, " in line.partition(" = run")[0]]
-    made = [i for i in made if " = run" in lines[i]]
-    freed = [i for i, line in enumerate(lines) if "del" in line and "_weight_quantized_columns_codes" in line]
-    assert len(made) == len(freed) == 2
-    assert made[0] < freed[0] < made[1] < freed[1]  # never both at once
-    called(chain, x)
-    assert fm.weight_cache_bytes(chain) == 0
-
-
 def test_the_plan_of_a_model_is_for_rows_in_bf16():
     chain = mlp()
     for model in (nn.Sequential(chain), nn.Sequential(chain).to("meta")):
@@ -327,66 +265,6 @@ def test_the_plan_of_a_model_is_for_rows_in_bf16():
         assert plan.dtype == "bfloat16"
         assert [step.rule for step in plan.steps if "Linear" in str(step.ops)]
         assert not plan.missed
-    with torch.device("meta"):
-        moe = fm.MoE(64, 128, num_experts=E, top_k=2)
-        moe.experts.gate_up = GroupedLinear(E, 64, 256, weight_format=FP32_SCALES)
-        moe.experts.down = GroupedLinear(E, 128, 64, weight_format=FP32_SCALES)
-    (plan,) = fm.explain(moe, tokens=64, arch=90).plans
-    assert ("experts.gate_up:input", "fp8 e4m3 1x128") in {q for step in plan.steps for q in step.quantizes}
-
-
-def test_a_rule_gets_the_parameters_themselves():
-    seen = {}
-
-    class Gemm(FusionRule, name="toy.gemm", direction="forward"):
-        fc: GroupedLinear
-        takes_quantized = True
-
-        def offer(self, ctx):
-            seen["format"] = ctx.spec("fc.weight").format
-            return Step(needs=("input", "fc.weight", "offsets"), gives=("output",), zeroes_tail=True)
-
-        def build(self, ctx, keep):
-            def run(x, x_scale, codes, scale, offsets):
-                return [x_scale.new_full((len(x), codes.shape[1]), 7.0)]
-
-            def bind(x, x_scale, codes, scale, offsets):
-                seen.update(codes=codes, scale=scale)
-                return run
-
-            return bind
-
-    layer, x = stored(256, 128), rows(128)
-    with fm.register(Gemm):
-        y = layer(x.detach(), splits=SPLITS)
-    assert (y == 7).all()
-    assert seen["format"] == FP32_SCALES
-    assert seen["codes"].data_ptr() == layer.weight.data_ptr()
-    assert seen["scale"].data_ptr() == layer.weight_scale_inv.data_ptr()
-
-
-def test_a_rule_transposes_the_codes():
-    calls = []
-
-    class Transpose(FusionRule, name="toy.transpose", direction="backward"):
-        glue: StoredWeight
-
-        def offer(self, ctx):
-            return Step(needs=("glue.weight", "glue.scale"), gives=(), keeps=("glue.output:columns",))
-
-        def build(self, ctx, keep):
-            def run(weight, scale):
-                calls.append(tuple(weight.shape))
-                return weight.mT.contiguous(), scale.mT
-
-            return lambda weight, scale: run
-
-    chain, x = mlp(), rows(64)
-    want = called(chain, x)
-    with fm.register(Transpose):
-        got = called(chain, x)
-    assert calls == [(E, 64, 128), (E, 256, 64)]  # each right before its product
-    assert_bitwise(got, want)
 
 
 def test_compiled_and_checkpointed_calls_compute_the_same():
@@ -475,9 +353,3 @@ def test_values_are_not_loaded_as_codes_nor_codes_as_values():
     assert torch.equal(layer.weight.float(), before.float())
     with pytest.raises(RuntimeError, match="weight: expected values"):
         plain.load_state_dict(layer.state_dict(), strict=False)
-
-
-def test_second_derivatives_are_refused():
-    layer, x = stored(256, 128), rows(128)
-    with pytest.raises(RuntimeError, match="quantized values"):
-        torch.autograd.grad(layer(x, splits=SPLITS).sum(), x, create_graph=True)

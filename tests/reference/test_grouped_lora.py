@@ -1,7 +1,6 @@
 """GroupedLoRA alone and in chains, against a loop over the experts that adds the update row by row."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -111,17 +110,6 @@ def test_only_what_is_wanted_is_computed_and_only_what_is_needed_is_kept():
         assert steps(op, x)[0] == forward
 
 
-@pytest.mark.parametrize("names", [("x",), ("lora_A",), ("lora_B",), ("base_layer",), ("x", "lora_A")])
-def test_gradients_of_some_alone(names):
-    op, (x, dy) = lora(), rows()
-    x.requires_grad_("x" in names)
-    for name, parameter in op.named_parameters():
-        parameter.requires_grad_(name.partition(".")[0] in names)
-    found = outcome(op, x, dy, splits=SPLITS)
-    assert {name.partition(".")[0] for name in found} == {"y", *names}
-    assert_accurate(found, exact_outcome(op, x, dy), 1e-14)
-
-
 def mlp(opened, **settings):
     first, second = lora(K, 2 * RANK, alpha=None, bias=False, **settings), lora(RANK, K, alpha=20, **settings)
     return first, second, fm.Sequential(*(first if opened else [first]), fm.SwiGLU(), *(second if opened else [second]))
@@ -163,9 +151,6 @@ def test_at_first_it_is_the_layer():
     assert -bound <= a.min() < -bound * 0.95
     assert not op.lora_B.weight.any()
     assert op.lora_B.scale == 1
-    drawn(op).reset_lora()
-    assert a.abs().max() <= bound
-    assert not op.lora_B.weight.any()
     assert torch.equal(op.merged().weight, layer.weight)
 
 
@@ -237,26 +222,6 @@ def test_a_recipe_quantizes_the_layer_and_nothing_of_the_update(recipe):
         assert_accurate(got["x"] - base["x"], update[1], 1e-5)
 
 
-def test_the_layer_keeps_a_recipe_of_its_own():
-    op, x = lora(64, 48, 8, dtype=F32), torch.randn(19, 64)
-    op.base_layer.recipe = "bf16"
-    expected = op(x, splits=SPLITS)
-    with fm.recipe("mxfp8"):
-        assert torch.equal(op(x, splits=SPLITS), expected)
-
-
-def test_main_grad_of_a_layer_that_is_trained_too():
-    op = fm.GroupedLoRA(fm.GroupedLinear(E, K, N, accumulate_into_main_grad=True), RANK)
-    drawn(op).base_layer.requires_grad_()
-    main_grad = op.base_layer.weight.main_grad = torch.zeros(E, N, K)
-    x, dy = rows(dtype=F32, total=TOTAL)
-    op(x, splits=SPLITS).backward(dy)
-    assert op.base_layer.weight.grad is None
-    want = exact_outcome(op, x, dy)
-    got = [main_grad, op.lora_A.weight.grad]
-    assert_accurate(got, [want["base_layer.weight"], want["lora_A.weight"]], 1e-5)
-
-
 def test_state_dict_has_the_names_of_peft_and_loads_the_bare_layers():
     op, other, x = lora(), lora(), torch.randn(19, K, dtype=F64)
     names = ["base_layer.bias", "base_layer.weight", "lora_A.weight", "lora_B.weight"]
@@ -274,20 +239,6 @@ def test_state_dict_has_the_names_of_peft_and_loads_the_bare_layers():
     assert sorted(bare) == ["0.bias", "0.weight"]  # the caller's, as it was
     with pytest.raises(RuntimeError, match=r"Missing key\(s\).*0\.lora_A\.weight"):
         chain.load_state_dict(bare)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))], ids=["copy", "pickle"])
-def test_copies(copied):
-    op, x = lora(), torch.randn(19, K, dtype=F64)
-    expected, twin = op(x, splits=SPLITS), copied(op)
-    assert type(twin) is fm.GroupedLoRA
-    assert torch.equal(twin(x, splits=SPLITS), expected)
-    torch.nn.init.zeros_(twin.lora_B.weight)
-    assert torch.equal(op(x, splits=SPLITS), expected)
-    assert type(op[:2]) is fm.Sequential
-    assert op[1] is op.base_layer
-    given = dict(op.named_parameters())  # of somebody else
-    assert torch.equal(copied(op).without_parameters().forward_with(given, x, splits=SPLITS), expected)
 
 
 def test_on_the_meta_device():
@@ -320,23 +271,14 @@ def changed(op):
 X, OP = torch.randn(19, K, dtype=F64), lora()
 REFUSED = {
     "rank 0": (lambda: fm.GroupedLoRA(fm.GroupedLinear(2, 4, 4), 0), "rank"),
-    "rank 2.0": (lambda: fm.GroupedLoRA(fm.GroupedLinear(2, 4, 4), 2.0), "rank"),
-    "rank True": (lambda: fm.GroupedLoRA(fm.GroupedLinear(2, 4, 4), True), "rank"),
     "alpha nan": (lambda: fm.GroupedLoRA(fm.GroupedLinear(2, 4, 4), 2, float("nan")), "alpha"),
-    "alpha text": (lambda: fm.GroupedLoRA(fm.GroupedLinear(2, 4, 4), 2, "16"), "alpha"),
     "Linear": (lambda: fm.GroupedLoRA(fm.Linear(4, 4), 2), "layer: expected a GroupedLinear"),
-    "torch's": (lambda: fm.GroupedLoRA(torch.nn.Linear(4, 4), 2), "layer: expected a GroupedLinear"),
     "LoRA": (lambda: fm.GroupedLoRA(lora(), 2), "layer: expected a GroupedLinear"),
     "features": (call(OP, X[:, 1:]), r"lora_A\.LoRADown.*x: .*\(19, 15\)"),
     "dtype": (call(OP, X.float()), r"base_layer\.GroupedLinear.*x: .*float32"),
-    "splits": (call(OP, X, SPLITS[:3]), "splits: expected shape"),
     "no splits": (lambda: OP(X), "'splits' is missing"),
     "weight": (call(changed(lora()), X), "weight: expected shape"),
-    "shape of lora_rows": (call(OP.lora_B, X[:, :1].expand(19, N), lora_rows=X[:, :7]), "LoRAUp.*lora_rows: .*shape"),
-    "dtype of lora_rows": (
-        call(OP.lora_B, X[:, :1].expand(19, N), lora_rows=X[:, :8].float()),
-        "LoRAUp.*lora_rows: .*float32",
-    ),
+    "lora_rows": (call(OP.lora_B, X[:, :1].expand(19, N), lora_rows=X[:, :7]), "LoRAUp.*lora_rows: .*shape"),
     "Quantize": (
         call(
             fm.Sequential(fm.Quantize(weight=fm.Quantizer(mxfp8())), *lora(32, 32, dtype=F32)),
@@ -354,13 +296,6 @@ def test_refusals(case):
         refused()
 
 
-def test_a_layer_that_is_refused_is_left_as_it_was():
-    layer = fm.Linear(4, 4)
-    with pytest.raises(fm.InputError):
-        fm.GroupedLoRA(layer, 2)
-    assert all(p.requires_grad for p in layer.parameters())
-
-
 def test_under_the_layers_own_kernels(monkeypatch):
     """What would be planned on an sm_90 GPU; nothing runs."""
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 90)
@@ -372,6 +307,3 @@ def test_under_the_layers_own_kernels(monkeypatch):
     products = {"0.base_layer.GroupedLinear": "sm90.grouped_gemm", "2.base_layer.GroupedLinear": "sm90.grouped_gemm"}
     products |= {"0.base_layer.Dgrad": "sm90.grouped_dgrad", "2.base_layer.Dgrad": "sm90.grouped_dgrad"}
     assert used == products | {"1.SwiGLU": "sm90.activation", "1.DSwiGLU": "sm90.dactivation"}
-    text = " ".join(str(chain.explain(x, splits=SPLITS)).split())
-    assert "sm90.grouped_gemm_activation: NO_MATCH: slot 'act': expected SwiGLU" in text
-    assert "got LoRAUp" in text

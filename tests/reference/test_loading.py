@@ -185,26 +185,13 @@ def test_a_layers_own_weights_may_be_the_source():
     compare(ours, theirs)
 
 
-def test_quantized_weights_are_made_anew():
-    ours, theirs = fm.MoE(32, 32, E, K), {"gate_up": torch.randn(E, 64, 32), "down": torch.randn(E, 32, 32)}
-    x = torch.randn(T, 32)
-    with fm.recipe("mxfp8"):
-        before = ours(x)
-        fm.load_experts(ours, **theirs, router=ours.router.weight)
-        again = ours(x)
-    fresh = fm.load_experts(fm.MoE(32, 32, E, K), **theirs, router=ours.router.weight)
-    with fm.recipe("mxfp8"):
-        assert torch.equal(again, fresh(x))
-    assert not torch.equal(again, before)
-
-
 def refusals():
     w, written = Written(), Written(bias=True)
     good, biased = linears(w) | {"router": w.router}, linears(written)
     gate, down = w.stack("gate"), w.stack("down")
     short = [*w.linears("down")[:3], nn.Linear(WIDE + 1, HIDDEN, bias=False), w.linears("down")[4]]
     some_biased = [nn.Linear(HIDDEN, WIDE, bias=i == 2) for i in range(E)]
-    transposed, not_transposed = apart_transposed(w) | {"router": w.router}, apart(w) | {"router": w.router}
+    not_transposed = apart(w) | {"router": w.router}
     chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
     meta, ours = torch.empty(E, HIDDEN, WIDE, device="meta"), layer()
     return {
@@ -212,31 +199,23 @@ def refusals():
         "stack": (ours, good | {"gate": gate.mT}, r"gate: expected shape .*; for \(in"),
         "not transposed": (ours, not_transposed | {"transposed": True}, r"gate: .*; for \(out, in\) omit transposed"),
         "experts alone": (ours, good | {"gate": gate[:4]}, r"gate: expected shape [^;]*$"),
-        "experts, transposed": (ours, transposed | {"up": w.stack("up")[:4].mT}, r"up: expected shape [^;]*$"),
         "router transposed": (ours, good | {"router": w.router.weight.T}, "router: expected shape .*not apply"),
-        "both transposed": (ours, transposed | {"router": w.router.weight.T}, "router: expected shape .*not apply"),
         "sparse": (ours, good | {"gate": gate.to_sparse()}, "gate: .*sparse_coo"),
         "transposed no": (ours, good | {"transposed": "no"}, "transposed: .*'no'"),
-        "interleaved no": (ours, fused(w) | {"router": w.router, "interleaved": "no"}, "interleaved: .*'no'"),
         "interleaved": (ours, good | {"interleaved": True}, "interleaved: expected gate_up"),
-        "number": (ours, good | {"up": w.linears("up")[:4]}, "up: expected 5 experts"),
         "nothing": (ours, {"down": down, "router": w.router}, "gate_up, got none"),
-        "half": (ours, good | {"up": None}, "gate_up, got gate"),
         "twice": (ours, good | {"gate_up": w.rows()}, "gate_up, got gate and up and gate_up"),
         "router": (ours, good | {"router": None}, "router: expected a weight"),
-        "router shape": (ours, good | {"router": nn.Linear(HIDDEN, 4, bias=False)}, r"router\[0\]: expected shape"),
         "router bias": (ours, good | {"router": nn.Linear(HIDDEN, E)}, "router_bias: expected none"),
         "bias": (ours, biased | {"router": w.router}, "gate_bias: expected none"),
         "no bias": (layer(True), linears(w) | {"router": written.router}, "gate_bias: expected biases"),
         "some biases": (ours, good | {"gate": some_biased}, "gate_bias: .*in every nn.Linear"),
         "lone bias": (ours, good | {"gate_up_bias": torch.zeros(E, 2 * WIDE)}, "together with gate_up"),
         "module": (ours, good | {"gate": [nn.Identity()] * E}, r"gate\[0\]: .*Identity"),
-        "number instead": (ours, good | {"gate": 3}, "gate: expected a tensor"),
         "codes": (ours, good | {"down": down.to(torch.float8_e4m3fn)}, "down: .*dequantize"),
         "meta": (ours, good | {"down": meta}, "down: .*with contents"),
         "meta layer": (layer(device="meta"), good, "layer: .*meta device"),
         "no layer": (None, linears(w), "layer: .*NoneType"),
-        "text": ("x", linears(w), "layer: .*str"),
         "one product": (fm.Sequential(fm.GroupedLinear(E, 4, 4)), linears(w), "layer: .*GroupedLinear"),
         "no router": (ours.experts, good, "router: expected none"),
         "no gate": (chain, linears(w), "expected up without gate"),

@@ -133,14 +133,6 @@ def test_nothing_is_added_for_a_frozen_weight():
     assert not op.weight.main_grad.any()
 
 
-def test_microbatches_may_come_back_in_any_order():
-    op, batches = with_main_grad(grouped()), [given()[0] for _ in range(3)]
-    for y in reversed([call(op, x) for x in batches]):
-        y.sum().backward()
-    expected = sum(twin_of(op, x, torch.ones(ROWS, N)).weight.grad for x in batches)
-    torch.testing.assert_close(op.weight.main_grad, expected)
-
-
 def test_main_grad_may_be_replaced_and_switched_on_between_calls():
     op, (x, dy) = with_main_grad(grouped(accumulate=False)), given()
     call(op, x).backward(dy)
@@ -180,15 +172,3 @@ def test_autocast_accumulates_into_the_parameters_own():
         twin = twin_of(op, x, dy.to(BF16))
     assert_bitwise(op.weight.main_grad, twin.weight.grad)
     assert op.weight.grad is None
-
-
-def test_deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        results, op, (x, dy) = [], grouped(BF16), given(BF16)
-        for _ in range(2):
-            call(with_main_grad(op), x).backward(dy)
-            results.append(op.weight.main_grad)
-        assert_bitwise(*results)
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -5,7 +5,6 @@ Axes: R rows, E experts, K features in, N features out, T tokens.
 """
 
 import copy
-import pickle
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,8 @@ import torch
 from kit.compare import assert_accurate, assert_bitwise, pairwise
 from kit.formats import HADAMARD
 from kit.layers import leaf, outcome, poison_tail
-from kit.oracles import scale, slots
-from kit.rounding import error_of_sums, relative_error
+from kit.oracles import scale
+from kit.rounding import relative_error
 from kit.splits import TAIL, UNEVEN, UNEVEN_ROWS, expert_rows, slots_by_expert
 from torch import nn
 
@@ -194,9 +193,6 @@ def test_formats_quantizers_and_nothing():
         assert_bitwise(outcome(fm.Quantize(same), x, dy), expected)
     assert_bitwise(outcome(fm.Quantize(), x, dy), {"y": x.detach(), "x": dy})
     assert isinstance(fm.Quantize(mxfp8()).quantizer.format, Format)
-    assert repr(fm.Quantize("mxfp8", "nvfp4")) == (
-        "Quantize(forward='mxfp8 e4m3 1x32', backward='nvfp4 e2m1 1x16, stochastic rounding, Hadamard')"
-    )
 
 
 def hooked(chain):
@@ -337,29 +333,14 @@ def test_a_recipe_may_as_well_be_written_down(name, dtype):
     assert_bitwise([*written.values()], [*inserted.values()])
 
 
-class Softsign(fm.Op):
-    def compute(self, x):
-        assert isinstance(x, torch.Tensor)
-        return x / (1 + x.abs())
-
-
 class Cube(nn.Module):
     def forward(self, x):
         assert isinstance(x, torch.Tensor)
         return x**3
 
 
-@pytest.mark.parametrize(
-    ("follower", "function"),
-    [
-        (fm.SwiGLU(), swiglu),
-        (Softsign(), lambda t: t / (1 + t.abs())),
-        (Cube(), lambda t: t**3),
-        (fm.Quantize("fp8_row"), None),
-    ],
-    ids=lambda v: type(v).__name__,
-)
-def test_any_other_op_gets_the_values_of_the_codes(follower, function):
+@pytest.mark.parametrize(("follower", "function"), [(Cube(), lambda t: t**3), (fm.Quantize("fp8_row"), None)])
+def test_a_foreign_module_or_another_quantize_gets_the_values_of_the_codes(follower, function):
     chain, x, one = fm.Sequential(fm.Quantize("mxfp8", "mxfp8"), follower), rows(tail=0), torch.tensor([UNEVEN_ROWS])
     last = Elementwise(function) if function else Rounded(follower, one)
     dy = torch.randn_like(chain(x))
@@ -422,19 +403,6 @@ def test_a_routed_chain(name, weights):
     want |= of_layer(up, "1.") | of_layer(down, "3.")
     found = outcome(chain, x, dy, ORACLE_RECIPES[name], expert_index=index, expert_weight=weight)
     assert_accurate(found, want, IN_A_CHAIN)
-
-
-def test_a_quantize_before_a_combine():
-    index = torch.tensor([[0, 1], [1, 0], [2, 3], [0, 3]])
-    chain = drawn(fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, K, K), fm.Quantize("mxfp8"), fm.Combine()))
-    x, weight = leaf(4, K, dtype=torch.float32), torch.rand(4, 2)
-    found = outcome(chain, x, expert_index=index, expert_weight=weight)
-    expected = torch.zeros(4, K, dtype=torch.float64)
-    for t, k in slots(index, E):
-        row = x[t].detach() @ chain[1].weight[index[t, k]].detach().T
-        expected[t] += weight[t, k] * meaning(row[None], ROLES["mxfp8"].input)[0]
-    assert_accurate(found["y"], expected, 1e-6)
-    assert found["x"].any()
 
 
 # --- its cost ------------------------------------------------------------------------------------------------------
@@ -512,36 +480,7 @@ def test_values_that_nobody_wants_are_not_quantized(frozen, rows_column, rows_ro
     assert ("3.Wgrad" in backward) is (frozen != "weights")
 
 
-def test_memory():
-    chain = fm.Sequential(fm.GroupedLinear(2, 128, 256), fm.SwiGLU(), fm.GroupedLinear(2, 128, 128)).bfloat16()
-    x, splits = leaf(2048, 128, dtype=torch.bfloat16), torch.tensor([1000, 1048])
-    (plain,) = chain.explain(x, splits=splits).plans
-    with fm.recipe("mxfp8"):
-        (plan,) = chain.explain(x, splits=splits).plans
-    assert plan.kept_bytes < plain.kept_bytes - 2048 * 128  # of two inputs in half the bytes, one is the caller's
-    # a derivative reads the values of the codes, and the codes are kept
-    chain, x = fm.Sequential(fm.Quantize("mxfp8"), fm.SwiGLU()), leaf(64, 64, dtype=torch.float32)
-    (plan,) = chain.explain(x).plans
-    assert plan.kept == ("1.input",)
-    saved = [t for t in chain(x).grad_fn.saved_tensors if t is not None]
-    assert sum(t.nbytes for t in saved) == plan.kept_bytes == 64 * (64 + 64 // 32)
-
-
 # --- the op as a module --------------------------------------------------------------------------------------------
-
-
-def test_hooks_make_it_a_module_of_its_own():
-    chain, x, seen = fm.Sequential(fm.SwiGLU(), fm.Quantize("mxfp8"), fm.Linear(K // 2, N)), rows(tail=0), []
-    expected = chain(x)
-    handle = chain[1].register_forward_hook(lambda module, args, output: seen.append(output))
-    y = chain(x)
-    # the layer multiplies values in place of codes and scales
-    assert_accurate(y, expected.double(), 2 * error_of_sums(K // 2))
-    assert torch.equal(seen[0], fm.quantize(chain[0](x).detach(), ROLES["mxfp8"].input).dequantize())
-    y.sum().backward()
-    assert x.grad.any()
-    handle.remove()
-    assert torch.equal(chain(x), expected)
 
 
 @pytest.mark.parametrize("count", [0, 7])
@@ -552,12 +491,3 @@ def test_rows_of_no_expert(name, count):
     found = outcome(mlp(), x, dy, name, **named)
     assert found["y"].shape == found["x"].shape == (count, K)
     assert not any(t.any() for t in found.values())
-
-
-def test_copies_are_alike():
-    chain, x = fm.Sequential(fm.Quantize("mxfp8", "fp8_row", weight="mxfp8"), fm.Linear(K, N)), rows(tail=0)
-    expected = chain(x)
-    for other in (copy.deepcopy(chain), pickle.loads(pickle.dumps(chain))):
-        assert repr(other) == repr(chain)
-        assert torch.equal(other(x), expected)
-    assert [*chain.state_dict()] == ["1.weight", "1.bias"]

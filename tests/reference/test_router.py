@@ -12,7 +12,6 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe.layers.moe import Routing
-from fusedmoe.ops.router import DRouter
 
 T, HIDDEN, WIDE, E, K = 20, 6, 5, 8, 3
 SCORES = ["softmax", "topk_softmax", "sigmoid"]
@@ -169,15 +168,6 @@ def test_logits_of_bf16_tokens_are_fp32(score, autocast):
     assert r.weight.grad.dtype is BF16
 
 
-def test_wider_weights_are_not_rounded_by_autocast():
-    for dtype in (F32, F64):
-        r, x = router(dtype, bias=True), torch.randn(T, HIDDEN, dtype=dtype)
-        expected = r(x)
-        assert {t.dtype for t in expected[1:]} == {dtype}
-        with torch.autocast("cpu", BF16):
-            assert_bitwise(r(x), expected)
-
-
 @every_score
 def test_extreme_logits_stay_finite(score):
     r = router(score=score)
@@ -190,27 +180,6 @@ def test_extreme_logits_stay_finite(score):
 
 
 # --- losses and load -----------------------------------------------------------------------------------------------
-
-
-def routed(index, logits):
-    probs = torch.softmax(logits, dim=-1)
-    return Routing(index, probs.gather(1, index.clamp(0, logits.shape[1] - 1)), logits, probs)
-
-
-def test_load_balancing_loss_is_one_where_all_is_even_and_e_where_one_has_all():
-    even = torch.tensor([[t % E, (t + 1) % E] for t in range(2 * E)])
-    stats = router().stats(routed(even, torch.full((2 * E, E), 0.5)))
-    assert stats.load_balancing_loss.item() == pytest.approx(1.0, rel=1e-6)
-    assert stats.load.tolist() == [4] * E
-    collapsed = torch.full((T, E), -1e4)
-    collapsed[:, 3] = 1e4
-    stats = router(top_k=1).stats(routed(torch.full((T, 1), 3), collapsed))
-    assert stats.load_balancing_loss.item() == pytest.approx(E)
-    assert stats.load.tolist() == [0, 0, 0, T, 0, 0, 0, 0]
-    r = router(score="sigmoid")
-    stats = r.stats(r(torch.empty(0, HIDDEN)))
-    assert stats.load_balancing_loss.item() == stats.z_loss.item() == 0
-    assert stats.load.tolist() == [0] * E
 
 
 @pytest.mark.parametrize("default", [F32, BF16], ids=str)  # in which the division of two integers keeps 8 bits
@@ -251,32 +220,8 @@ def test_gradients_of_the_losses(score, loss):
     assert torch.autograd.grad(run(x, r.weight), r.weight)[0].any()
 
 
-def busiest(r, x):
-    """The largest load over the mean one."""
-    return r.stats(r(x)).load.max().item() / (r.top_k * len(x) / E)
-
-
-def test_minimising_the_load_balancing_loss_evens_the_load():
-    r, x = router(top_k=1), torch.randn(400, HIDDEN) + 1
-    optimizer, before = torch.optim.SGD(r.parameters(), lr=0.5), busiest(r, x)
-    for _ in range(100):
-        optimizer.zero_grad()
-        r.stats(r(x)).load_balancing_loss.backward()
-        optimizer.step()
-    assert before > 2
-    assert busiest(r, x) < 1 + (before - 1) / 2
-
-
-# many softmax scores lie closer together than a step: the load goes on swinging
-@pytest.mark.parametrize(("score", "reached"), [("sigmoid", 1.1), ("softmax", 1.4)])
-def test_update_bias_evens_the_load_by_steps_of_the_sign(score, reached):
-    r, x = router(score=score, balance_bias=True), torch.randn(400, HIDDEN) + 0.5
-    before = busiest(r, x)
-    for _ in range(200):
-        r.update_bias(r.stats(r(x)).load, rate=3e-3)
-    assert before > 1.5
-    assert busiest(r, x) < reached
-    r = router(score=score, balance_bias=True)
+def test_update_bias_takes_steps_of_the_sign():
+    r = router(score="sigmoid")
     r.update_bias(torch.tensor([0, 4, 8, 4, 4, 4, 4, 4]), rate=0.25)
     assert r.balance_bias.tolist() == [0.25, 0, -0.25, 0, 0, 0, 0, 0]
 
@@ -361,9 +306,7 @@ def results_and_gradients(route, router, x, read):
     return results, torch.autograd.grad(sum(losses), wanted)
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in OPTIONS), ("deepseek", True), ("topk_softmax", True)]
-)
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in OPTIONS), ("deepseek", True)])
 def test_called_alone(name, compiled):
     router, x = router_of(**OPTIONS[name]), leaf(T, HIDDEN)
     route = torch.compile(router, fullgraph=True, backend="aot_eager") if compiled else router
@@ -389,32 +332,6 @@ def test_gradients_alone_have_the_dtypes_of_their_tensors(dtype, frozen, autocas
     assert [t.dtype for t in grads] == [t.dtype for t in expected]
     bound = 4 * ROUNDOFF[dtype] if dtype is BF16 else 2 * error_bound(F32, HIDDEN, T, roundings=0)  # of both
     assert_accurate(grads, [t.double() for t in expected], bound)
-
-
-def test_alone_no_gradient_of_the_rows_arrives(monkeypatch):
-    arrived, compute, x = [], DRouter.compute, leaf(T, HIDDEN)
-    monkeypatch.setattr(DRouter, "compute", lambda op, dy, *args: arrived.append(dy) or compute(op, dy, *args))
-    (router_of()(x).expert_weight.sum() + x.sum()).backward()
-    assert arrived == [None]
-    assert x.grad.any()
-
-
-def test_sums_are_computed_only_if_they_are_read():
-    computed = []
-
-    class Counting(fm.Router):
-        def compute(self, *args, **kwargs):
-            out = super().compute(*args, **kwargs)
-            computed.append(len(out))
-            return out
-
-        def backward_ops(self):
-            return fm.Router.backward_ops(self)
-
-    router, x = Counting(HIDDEN, E, K), torch.randn(T, HIDDEN)
-    fm.Sequential(router, fm.Dispatch(E))(x)
-    fm.Sequential(router, Observe("z_sum"))(x)
-    assert computed == [3, 5]
 
 
 @every_score
@@ -469,13 +386,12 @@ def test_a_router_in_fp32_and_tokens_in_any_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_autocast_does_not_round_what_the_router_reads(dtype, compiled):
+def test_autocast_does_not_round_what_the_router_reads(dtype):
     router, experts, x = router_of(F32), experts_of(F32), leaf(T, HIDDEN, dtype=dtype)
     chain = fm.Sequential(router, *experts)
     with torch.autocast("cpu", BF16):
         expected = alone(router, experts, x)
-        y = (torch.compile(chain, fullgraph=True, backend="aot_eager") if compiled else chain)(x)
+        y = chain(x)
     assert_bitwise(y, expected)
     assert y.dtype is BF16
     wanted, dy = (x, *chain.parameters()), torch.randn_like(y)
@@ -510,25 +426,15 @@ def test_a_router_with_another_forward_is_called_as_a_module():
     assert not torch.equal(fm.Sequential(plain, *experts)(x), expected)
 
 
-@every_score
-def test_torch_compile(score):
-    router, x, chosen = router_of(F32, score=score), leaf(T, HIDDEN, dtype=F32), []
-    chain = fm.Sequential(router, *experts_of(F32), Observe("z_sum", "probs_sum"))
-    compiled, wanted = torch.compile(chain, fullgraph=True, backend="aot_eager"), (x, *chain.parameters())
-    for correction in (0, torch.linspace(3, 0, E)):
-        if router.balance_bias is not None:  # which is read at each call
-            router.balance_bias.copy_(router.balance_bias + correction)
-            chosen.append(router(x).expert_index)
-        assert_bitwise(with_gradients(compiled(x), wanted), with_gradients(chain(x), wanted))
-    assert not chosen or not torch.equal(*chosen)
-
-
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_no_tokens(score):
     chain, x = fm.Sequential(router_of(score=score), *experts_of(), Observe("z_sum")), leaf(0, HIDDEN)
     y, dx, dw = with_gradients(chain(x), [x, chain[0].weight])
     assert (y.shape, dx.shape) == ((0, WIDE), (0, HIDDEN))
     assert not dw.any()
+    stats = chain[0].stats(chain[0](x))
+    assert stats.load_balancing_loss.item() == stats.z_loss.item() == 0
+    assert stats.load.tolist() == [0] * E
 
 
 @every_option
@@ -571,20 +477,3 @@ def test_two_layers_in_one_sequential_and_refusals():
     ]:
         with pytest.raises(fm.InputError, match=word):
             call()
-
-
-def test_an_op_that_passes_rows_on_and_provides_values_needs_backward_ops():
-    class Norms(fm.Op):
-        provides = ("norms",)
-        passes_forward = True
-
-        def infer(self, x):
-            return fm.TensorSpec((x.shape[0],), x.dtype)
-
-        def compute(self, x):
-            return x.norm(dim=1)
-
-    x, chain = torch.randn(4, 6), fm.Sequential(Norms(), fm.Scale("norms"))
-    torch.testing.assert_close(chain(x), x * x.norm(dim=1, keepdim=True))
-    with pytest.raises(NotImplementedError, match="Norms"):
-        chain(x.requires_grad_())

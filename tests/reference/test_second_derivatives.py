@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import logging
 import math
 import weakref
 
@@ -14,7 +13,6 @@ from kit.oracles import grouped_linear, meaning
 from kit.splits import ROUTING, ROWS, SPLITS
 
 import fusedmoe as fm
-from fusedmoe.base.log import forget_said
 from fusedmoe.fusion.program.differentiable import SecondOrderError
 
 RTOL, ATOL = 1e-10, 1e-11
@@ -79,25 +77,6 @@ def test_every_way_of_asking():
         found += cleared(torch.autograd.grad(sum(weighted(t.grad) for t in sources), sources))
         results.append(found)
     assert_close(*results, rtol=RTOL, atol=ATOL)
-
-
-@pytest.mark.parametrize("names", [["x"], ["probs"], ["3.weight"], ["0.bias", "3.bias"], ["x", "0.weight"]])
-def test_frozen_parameters_and_parts(names):
-    seq, x, inputs, wanted = prepared("gpt_oss")
-    for name, t in wanted.items():
-        t.requires_grad_(name in names)
-    assert_second(seq(x, **inputs), meaning(seq, x, **inputs), [wanted[name] for name in names])
-
-
-@pytest.mark.parametrize("name", ["mlp", "gpt_oss", "scale first", "squared relu"])
-def test_third_derivatives(name):
-    seq, x, inputs, wanted = prepared(name)
-    sources, results = [*wanted.values()], []
-    for y in (seq(x, **inputs), meaning(seq, x, **inputs)):
-        (g,) = torch.autograd.grad(weighted(y), x, create_graph=True)
-        found = torch.autograd.grad(weighted(g), sources, create_graph=True)
-        results.append(torch.autograd.grad(sum(map(weighted, found)), sources))
-    assert_close(*results, rtol=1e-8, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -277,18 +256,6 @@ def test_poison_after_the_last_expert_stays_out(name, poison):
     assert healthy[len(wanted) - 1].any()
 
 
-def test_experts_and_calls_without_rows():
-    seq = chain("gpt_oss")
-    x, probs = leaf(0, H), leaf(0)
-    wanted = [x, probs, *seq.parameters()]
-    assert not any(
-        g.any() for g in second(seq(x, splits=torch.zeros(3, dtype=torch.int64), probs=probs), wanted, wanted)
-    )
-    x, probs = leaf(4, H), leaf(4)
-    for g in second(seq(x, splits=torch.tensor([0, 4, 0]), probs=probs), [x], [*seq.parameters()])[1:]:
-        assert [bool(part.any()) for part in g] == [False, True, False]
-
-
 # --- arguments that the backward pass alone does not need ----------------------------------------------------------
 
 
@@ -381,15 +348,6 @@ def test_rows_changed_in_place_are_an_error_only_where_they_are_needed(case):
     assert_bitwise(torch.autograd.grad(weighted(y), asked, retain_graph=True), [before])
     with pytest.raises(SecondOrderError, match=f"{name} has been modified by an inplace operation"):
         torch.autograd.grad(weighted(y), asked, create_graph=True)
-
-
-def test_saved_tensors_changed_in_place_are_torchs_own_error():
-    seq, x, inputs, _ = prepared("mlp")
-    y = seq(x, **inputs)
-    with torch.no_grad():
-        seq[0].weight.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(weighted(y), x, create_graph=True)
 
 
 def test_of_a_view_that_is_not_kept():
@@ -489,14 +447,3 @@ def test_quantized_chains_and_main_grad_refuse_at_once(recipe, ask):
     with pytest.raises(SecondOrderError, match="accumulate_into_main_grad" if recipe == "main_grad" else "quantized"):
         ASK[ask](y, x)
     assert recipe != "main_grad" or not seq[0].weight.main_grad.any()
-
-
-def test_it_is_said_once(caplog):
-    forget_said()
-    seq, x, inputs, _ = prepared("mlp")
-    with caplog.at_level(logging.INFO, "fusedmoe.fusion"):
-        for _ in range(2):
-            second(seq(x, **inputs), [x], [x])
-    (said,) = [r for r in caplog.records if "second derivatives" in r.getMessage()]
-    assert said.levelname == "INFO"
-    assert "chain 0 to 2" in said.getMessage()
