@@ -125,11 +125,6 @@ def test_inference_uses_the_scales_and_leaves_them():
             assert torch.equal(op(x.detach()), expected)
             op(100 * x.detach())
         assert_bitwise(state_of(op), before)
-    fc = fm.GroupedLinear(2, 32, 32)  # training may begin after it
-    with fm.recipe(RECIPE), torch.inference_mode():
-        fc(x[:6].detach(), splits=SPLITS)
-    train(fc)
-    assert fc.state_dict()[AMAX][0].all()
 
 
 def test_explaining_and_inference_begin_nothing_and_are_no_step():
@@ -292,18 +287,6 @@ def test_each_step_counts_once_however_often_it_is_computed(use_reentrant, evalu
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-def test_no_weight_is_kept_at_the_scale_from_before_the_first_step(use_reentrant):
-    layer, x = fm.Linear(32, 32), leaf(8, 32, dtype=F32)
-    with torch.no_grad():
-        layer.weight *= 0.01
-    for step in range(2):
-        with fm.recipe(RECIPE):
-            y = layer(x) if use_reentrant is None else checkpoint(layer, x, use_reentrant=use_reentrant)
-            y.sum().backward()
-        assert (fm.weight_cache_bytes(layer) > 0) == (step > 0)
 
 
 def test_a_frozen_weight_is_not_left_at_the_scale_of_the_first_step():

@@ -1,14 +1,21 @@
-"""Casts to small types, bit for bit against ml_dtypes: all bf16 values, and fp32 of all exponents."""
+"""Casts to small types, bit for bit against ml_dtypes and gfloat: all bf16 values, and fp32 of all exponents."""
 
+import gfloat
 import numpy as np
 import pytest
 import torch
+from gfloat import formats as gfloat_formats
 from kit import formats as oracles
 
 from fusedmoe.numerics.formats import E2M1, E4M3, E5M2, nvfp4, quantize
 from fusedmoe.numerics.formats.casts import from_codes, pack, to_codes, unpack
 from fusedmoe.numerics.formats.format import Quantizer
 
+GFLOAT = {
+    "e4m3": gfloat_formats.format_info_ocp_e4m3,
+    "e5m2": gfloat_formats.format_info_ocp_e5m2,
+    "e2m1": gfloat_formats.format_info_ocp_e2m1,
+}
 every_element = pytest.mark.parametrize("element", [E4M3, E5M2, E2M1], ids=str)
 
 
@@ -42,6 +49,11 @@ def test_rounding_to_nearest(element):
     assert x.isnan().any()
     assert x.isinf().any()
     np.testing.assert_array_equal(byte_codes(x, element), oracles.codes_of(x.numpy(), element.name))
+    x = torch.cat((bf16(), beside_ties(element)))
+    x = x[x.isfinite()]
+    info = GFLOAT[element.name]
+    rounded = gfloat.round_ndarray(info, x.double().numpy(), sat=True)
+    np.testing.assert_array_equal(byte_codes(x, element), gfloat.encode_ndarray(info, rounded).astype(np.uint8))
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,6 @@ def test_deepgemm(dtype, across):
     found = quantize(x, fp8_block(across=across))
     assert torch.equal(found.scale, factor)
     assert torch.equal(found.data.view(torch.uint8), codes.view(torch.uint8))
-    # and of many significands
-    amax = fp32_amax(-13, 0, 100, step=11)
-    bits = (amax / 448.0).view(torch.int32)
-    factor = ((bits >> 23) + (bits & 0x7FFFFF != 0).int() << 23).view(torch.float32)
-    assert torch.equal(encode_and_scale(amax, fp8_block())[1], factor)
 
 
 TENSOR_AMAX = [1.0, 42.0, 3e-3, 2.0**-126, 1e-39, 1e-45, 2688.0, 7.3e8, FLT_MAX, 0.0]

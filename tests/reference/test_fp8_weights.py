@@ -28,10 +28,6 @@ def stored(n, k, *, seed=0, **options):
     return GroupedLinear.from_quantized(codes, scale, **options)
 
 
-def mlp():
-    return fm.Sequential(stored(2 * 128, 64), fm.SwiGLU(), stored(64, 128, seed=5))
-
-
 def values(layer):
     """The weight in fp64."""
     scale = layer.weight_scale_inv.double().repeat_interleave(128, -2).repeat_interleave(128, -1)
@@ -179,9 +175,6 @@ def test_the_recipes_and_the_quantize_ops_quantize_rows_and_gradients_alone():
         assert_formula(called(layer, x), exact)
 
 
-# --- LoRA ----------------------------------------------------------------------------------------------------------
-
-
 def lora(layer, **options):
     adapted = fm.GroupedLoRA(layer, rank=8, alpha=16, **options)
     nn.init.normal_(adapted.lora_B.weight, std=0.1, generator=torch.Generator().manual_seed(3))
@@ -240,31 +233,6 @@ def test_casts_and_autocast_leave_codes_and_scales():
     assert torch.equal(layer.weight_scale_inv, scale)
     assert layer.to("meta", torch.float16).weight.dtype is torch.float8_e4m3fn
     assert layer.weight.is_meta
-
-
-def test_parameters_of_another_module():
-    layer, x = stored(256, 128), rows(128)
-    chain = fm.Sequential(GroupedLinear(E, 128, 256, device="meta", weight_format=FP32_SCALES)).without_parameters()
-    given = {"0.weight": layer.weight, "0.weight_scale_inv": layer.weight_scale_inv, "0.bias": None}
-    assert_bitwise(chain.forward_with(given, x, splits=SPLITS).detach(), called(layer, x)[0])
-    for wrong, word in [
-        ({"0.weight": layer.weight}, "0.GroupedLinear.*weight_scale_inv"),
-        (given | {"0.weight": layer.weight.bfloat16()}, "weight: .*bfloat16"),
-    ]:
-        with pytest.raises(fm.InputError, match=word):
-            chain.forward_with(wrong, x, splits=SPLITS)
-
-
-# --- the plan ------------------------------------------------------------------------------------------------------
-
-
-def test_the_plan_of_a_model_is_for_rows_in_bf16():
-    chain = mlp()
-    for model in (nn.Sequential(chain), nn.Sequential(chain).to("meta")):
-        (plan,) = fm.explain(model, tokens=64, arch=90).plans
-        assert plan.dtype == "bfloat16"
-        assert [step.rule for step in plan.steps if "Linear" in str(step.ops)]
-        assert not plan.missed
 
 
 def test_compiled_and_checkpointed_calls_compute_the_same():

@@ -118,14 +118,6 @@ def test_accuracy_of_linear(dtype):
     assert_accurate(found, with_gradients(F.linear(*exact), exact, dy.double()), error_bound(dtype, 96, roundings=2))
 
 
-def test_strided_rows_weight_and_gradient():
-    op = fm.Linear(4, 3, bias=True, dtype=torch.float64)
-    op.weight = torch.nn.Parameter(op.weight.detach().T.contiguous().T)
-    x = torch.randn(4, 6, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
-    wanted, dy = (x, op.weight, op.bias), torch.randn(2, 1, 3, dtype=torch.float64).expand(2, 6, 3)
-    assert_same_function(op(x), F.linear(*wanted), wanted, dy, rtol=1e-12, atol=1e-13)
-
-
 TAIL_CHAINS = {
     "before the experts": lambda **o: (fm.Linear(32, 32, **o), fm.SquaredReLU(), fm.GroupedLinear(2, 32, 32)),
     "after them": lambda **o: (fm.GroupedLinear(2, 32, 32), fm.SquaredReLU(), fm.Linear(32, 32, **o)),

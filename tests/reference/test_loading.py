@@ -81,10 +81,6 @@ def listed(w):
     return {"gate_up": list(w.rows()), "down": nn.ModuleList(w.linears("down"))}
 
 
-def listed_linears_transposed_tensors(w):
-    return {"gate_up": [t.mT for t in w.rows()], "down": w.linears("down"), "transposed": True}
-
-
 def one_way_each(w):
     """As MegaBlocks: [E * I, H] for all three, the last one applied untransposed."""
     flat = {name: t.mT if name == "down" else t for name, t in apart(w).items()}
@@ -94,8 +90,7 @@ def one_way_each(w):
 
 
 LAYOUTS = [
-    linears, apart, apart_transposed, fused, alternating, alternating_transposed, listed,
-    listed_linears_transposed_tensors, one_way_each,
+    linears, apart, apart_transposed, fused, alternating, alternating_transposed, listed, one_way_each,
 ]  # fmt: skip
 
 

@@ -126,13 +126,6 @@ def test_no_main_grad_or_one_that_does_not_fit(make, main_grad, word):
         y.sum().backward()
 
 
-def test_nothing_is_added_for_a_frozen_weight():
-    op, x = with_main_grad(grouped()), given()[0].requires_grad_()
-    op.weight.requires_grad_(False)
-    call(op, x).sum().backward()
-    assert not op.weight.main_grad.any()
-
-
 def test_main_grad_may_be_replaced_and_switched_on_between_calls():
     op, (x, dy) = with_main_grad(grouped(accumulate=False)), given()
     call(op, x).backward(dy)

@@ -456,33 +456,6 @@ def test_nothing_is_quantized_twice(calls):
     assert calls() == [ROWS_ROW]
 
 
-@pytest.mark.parametrize(
-    ("frozen", "rows_column", "rows_row", "weight_column", "weight_row"),
-    [
-        ("x", 4, 3, 1, 2),  # the second weight by columns for its data gradient; the first's is not wanted
-        ("weights", 0, 4, 2, 2),  # no weight gradient: no columns of rows, nor of gradients
-        ("x and first", 2, 2, 0, 2),  # the last layer's weight gradient is all there is
-    ],
-)
-def test_values_that_nobody_wants_are_not_quantized(frozen, rows_column, rows_row, weight_column, weight_row, calls):
-    chain, x, named = mlp(bias=False), rows(), {"splits": UNEVEN, "probs": torch.rand(UNEVEN_ROWS)}
-    x.requires_grad_(frozen == "weights")
-    chain[0].requires_grad_(frozen == "x")
-    chain[3].requires_grad_(frozen != "weights")
-    with fm.recipe("mxfp8"):
-        chain(x, **named).sum().backward()
-        of_rows = [ROWS_COLUMN] * rows_column + [ROWS_ROW] * rows_row
-        assert calls() == of_rows + [WEIGHT_COLUMN] * weight_column + [WEIGHT_ROW] * weight_row
-        (plan,) = chain.explain(x, **named).plans
-    backward = {op for s in plan.steps if s.direction == "backward" for op in s.ops}
-    assert ("0.Dgrad" in backward) is (frozen == "weights")
-    assert ("0:grad.QuantizeGrad" in backward) is (frozen != "x and first")
-    assert ("3.Wgrad" in backward) is (frozen != "weights")
-
-
-# --- the op as a module --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [0, 7])
 @every_name
 def test_rows_of_no_expert(name, count):

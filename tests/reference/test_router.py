@@ -411,21 +411,6 @@ def test_chains_under_autocast():
         assert torch.equal(found, alone(chain[0], chain[1:], after_a_module[0](x.bfloat16())))
 
 
-def test_a_router_with_another_forward_is_called_as_a_module():
-    class Shifted(fm.Router):
-        def forward(self, x):
-            routing = super().forward(x)
-            return routing._replace(expert_index=(routing.expert_index + 1) % E)
-
-    router, plain, x, experts = Shifted(HIDDEN, E, K), fm.Router(HIDDEN, E, K), torch.randn(T, HIDDEN), experts_of(F32)
-    plain.load_state_dict(router.state_dict())
-    routing = router(x)
-    given = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
-    expected = fm.Sequential(*experts)(x, **given)
-    assert torch.equal(fm.Sequential(router, *experts)(x), expected)
-    assert not torch.equal(fm.Sequential(plain, *experts)(x), expected)
-
-
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 def test_no_tokens(score):
     chain, x = fm.Sequential(router_of(score=score), *experts_of(), Observe("z_sum")), leaf(0, HIDDEN)

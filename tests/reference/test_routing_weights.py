@@ -5,7 +5,6 @@ import torch
 from kit.compare import assert_bitwise
 
 import fusedmoe as fm
-from fusedmoe.call.routing_weights import applied_late
 
 E, H, I, TOKENS, K = 4, 64, 64, 128, 2  # noqa: E741
 FP16 = torch.float16
@@ -79,13 +78,3 @@ def test_which_chains_apply_the_weights_late(chain, dtype, autocast, moves):
 def test_all_of_it_runs_fused_on_hopper():
     ((_, part),) = explained(experts(), arch=90).parts
     assert not part.unfused
-
-
-def test_the_combine_keeps_its_settings_of_expert_parallelism():
-    combine = fm.Combine(None)
-    combine.output_dtype, combine.runtime_inputs = torch.float32, (*combine.runtime_inputs, "row_dtype")
-    nodes = [fm.ops.op.Node(str(i), op) for i, op in enumerate((fm.Scale("probs"), combine))]
-    ((label, made),) = applied_late(nodes, FP16, ())
-    assert label == "1"
-    assert (made.weights, made.output_dtype) == ("probs", torch.float32)
-    assert made.runtime_inputs == ("row_of_slot", "slot_of_row", "probs", "row_dtype")

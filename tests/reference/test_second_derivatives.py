@@ -110,13 +110,8 @@ def test_activations(op):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_dense_layers(bias):
-    seq, x = (
-        fm.Sequential(fm.Linear(H, 2 * H, bias=bias), fm.SwiGLU(), fm.Linear(H, 3, bias=bias)).double(),
-        leaf(2, 3, H),
-    )
+    seq, x = fm.Sequential(fm.Linear(H, 2 * H, bias=bias), fm.SwiGLU(), fm.Linear(H, 3)).double(), leaf(2, 3, H)
     assert_second(seq(x), meaning(seq, x), [x, *seq.parameters()])
-    seq, x = fm.Sequential(fm.Linear(H, H, bias=bias), fm.GroupedLinear(3, H, H)).double(), leaf(ROWS, H)
-    assert_second(seq(x, splits=SPLITS), meaning(seq, x, SPLITS), [x, *seq.parameters()])
 
 
 @pytest.mark.parametrize("name", ROUTED)
@@ -375,25 +370,14 @@ def hooked_view(x):
     return view
 
 
-@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("through", [Reversed.apply, lambda x: Reversed.apply(x).view(ROWS, H), hooked_view])
-def test_a_view_with_a_gradient_of_its_own(through, autocast):
+def test_a_view_with_a_gradient_of_its_own(through):
     """Autograd takes it for a view of its input, and made from that again it lost the gradient of its own."""
-    dtype = torch.float32 if autocast else torch.float64
-    seq, z = chain("mlp", dtype=dtype).requires_grad_(False), leaf(ROWS, H, dtype=dtype)
-
-    def call(x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            return seq(x, splits=SPLITS)
-
+    seq, z = chain("mlp").requires_grad_(False), leaf(ROWS, H)
     base = z.sin()
     x = through(base)
-    want = second(meaning(seq, x, SPLITS), [z], [z])
-    got = second(call(x), [z], [z])
-    scales = [t.detach().abs().max() for t in want]
-    got, want = ([t / s for t, s in zip(ts, scales, strict=True)] for ts in (got, want))
-    assert_close(got, want, **({"rtol": 0, "atol": 0.05} if autocast else {"rtol": RTOL, "atol": ATOL}))
-    y = call(through(base))  # nobody has the view itself
+    assert_second(seq(x, splits=SPLITS), meaning(seq, x, SPLITS), [z])
+    y = seq(through(base), splits=SPLITS)  # nobody has the view itself
     with pytest.raises(SecondOrderError, match=r"0\.input.* was freed"):
         torch.autograd.grad(weighted(y), z, create_graph=True)
 

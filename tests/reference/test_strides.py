@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from kit.compare import assert_accurate, label, pairwise
 from kit.layers import H, chain, leaf, outcome
-from kit.oracles import meaning
 from kit.rounding import ROUNDOFF, error_of_sums
 from kit.splits import SPLITS
 from torch import nn
@@ -89,18 +88,6 @@ def test_weights(which, layout, dtype):
     want = run(seq, x, dy)
     seq[which].weight = nn.Parameter(layout(seq[which].weight.detach()))
     assert_accurate(run(seq, x, dy), want, bound(dtype, H, H, 3, roundings=8))
-
-
-@every_dtype
-def test_a_transposed_weight_gets_its_gradient_through_backward(dtype):
-    seq, x = chain("mlp", 3, dtype), torch.randn(6, H).to(dtype)
-    seq[0].weight = nn.Parameter(transposed(seq[0].weight.detach()))
-    seq(x, splits=SPLITS).sum().backward()
-    exact = chain("mlp")
-    exact.load_state_dict(seq.state_dict())
-    meaning(exact, x.double(), SPLITS).sum().backward()
-    assert_accurate(seq[0].weight.grad, exact[0].weight.grad, bound(dtype, H, H, 3, roundings=3))
-    assert not seq[0].weight.grad[1].any()
 
 
 @every_dtype

@@ -126,12 +126,10 @@ SEPARATIONS = {
     "a hook on each": hooked(),
     "a hook on the first": hooked(0),
     "a hook on the second": hooked(1),
-    "a hook on the third": hooked(2),
     "an identity around each": lambda seq: fm.Sequential(
         nn.Identity(), *[m for op in seq for m in (op, nn.Identity())]
     ),
     "an identity first": lambda seq: fm.Sequential(nn.Identity(), *seq),
-    "an identity last": lambda seq: fm.Sequential(*seq, nn.Identity()),
     "a nested one with a hook": hooked_as_a_whole,
 }
 

@@ -172,17 +172,6 @@ def test_a_dense_layer_among_sorted_rows():
     assert all(got[name].isfinite().all() and got[name].any() for name in ("0.weight", "1.weight"))
 
 
-def test_written_out_by_hand():
-    chain, call = mlp(), of_mlp()
-    up, act, scale, down = chain
-    written = fm.Sequential(
-        fm.Quantize(MIXED, weight=MIXED), up, fm.Quantize(backward=MIXED), act, scale,
-        fm.Quantize(fm.Quantizer(mxfp8(), wgrad="bf16")), fm.Quantize(weight="mxfp8"), down,
-        fm.Quantize(backward=MIXED),
-    )  # fmt: skip
-    assert_bitwise([*outcome(written, **call).values()], [*outcome(chain, **call, recipe=MIXED).values()])
-
-
 # --- with other features of a layer --------------------------------------------------------------------------------
 
 
