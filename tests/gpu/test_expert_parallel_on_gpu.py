@@ -239,7 +239,7 @@ def layers(rank, tokens, settings, others=()):
     first = sum(tokens[:rank])
     mine = slice(first, first + tokens[rank])
     for got, of_one, reference in zip(found["both"][:2], want, exact, strict=False):  # output, gradient of the tokens
-        if tokens[rank]:
+        if tokens[rank] and not settings:
             reference = reference[mine].double()
             error, of_one = ((t.double() - reference).norm() for t in (got, of_one[mine]))
             assert 0 < error < 1.5 * of_one

@@ -84,7 +84,7 @@ def wanted_of(module, x, named):
 def outcome(module, x, dy=None, recipe=None, call=None, **named):
     """``{"y": output, "x": gradient, ...}`` of a call, by default for a normal gradient of the output."""
     with fm.recipe(recipe or "bf16"):
-        y = (call or module)(x, **named)
+        y = (module if call is None else call)(x, **named)
         wanted = wanted_of(module, x, named)
         grads = torch.autograd.grad(y, [*wanted.values()], torch.randn_like(y) if dy is None else dy)
     return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}

@@ -21,7 +21,7 @@ def outcome(module, x, dy, call=None, **named):
     leaves = {name: t.detach().requires_grad_() for name, t in leaves.items()}
     module.zero_grad(set_to_none=True)
     given = {**named, **{name: t for name, t in leaves.items() if name != "x"}}
-    y = (call or module)(leaves["x"], **given)
+    y = (module if call is None else call)(leaves["x"], **given)
     y.backward(dy)
     leaves |= dict(module.named_parameters())
     found = {"y": y.detach(), **{name: t.grad for name, t in leaves.items() if t.grad is not None}}
