@@ -11,7 +11,6 @@ import fusedmoe as fm
 from benchmarks.fp8.layers import ACCUMULATED, MICRO_BATCHES, STEP
 from benchmarks.shapes import load
 from fusedmoe.fusion.report.data import hints
-from fusedmoe.fusion.search.estimate import Estimate
 from fusedmoe.numerics.formats import Delayed
 from fusedmoe.numerics.recipes import FP8Tensor
 
@@ -95,18 +94,6 @@ def test_the_hint_of_a_layer_that_is_slower_than_in_bf16():
     assert f"with fewer than {plan.estimate.micro_batches} micro-batches per optimizer step" in hints([plan])[0]
     plan = explained(SHAPES["deepseek-v3-ep32"])
     assert hints([plan]) == []
-
-
-def test_the_line_of_a_plan():
-    estimate = Estimate("H200", us=1500.0, weights_us=400.0, bf16_us=1700.0)
-    assert str(estimate) == (
-        "estimated on an H200: 1.50 ms, and 400 us after each change of the weights; under bf16 1.70 ms"
-    )
-    assert estimate.micro_batches == 2
-    assert str(Estimate("H200", 1500.0, 0.0, 1700.0)) == "estimated on an H200: 1.50 ms; under bf16 1.70 ms"
-    assert Estimate("H200", 1500.0, 0.0, 1700.0).micro_batches == 1
-    plan = explained(SHAPES["deepseek-v3-ep32"])
-    assert f"\n{plan.estimate}\n" in f"{plan}\n"
 
 
 def test_plans_without_an_estimate():

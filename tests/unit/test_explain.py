@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from kit import toy
-from kit.toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, rule, wgrad
+from kit.toy import dgrad_dglu, experts, gemm, gemm_glu, glu_scale, inputs, only_plan, rows, wgrad
 from torch import nn
 
 import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.builtin_rules import BUILTIN
-from fusedmoe.fusion.report.data import format_bytes
 from fusedmoe.ops import GroupedLinear, Op, SwiGLU
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -31,9 +30,6 @@ class ReadsHost(Op):
 
     def host_sync(self, x, device):
         return True
-
-
-OF_GPU = rule("gpu.gemm", {"fc": GroupedLinear}, available=toy.needs_sm90)
 
 
 def moe():
@@ -65,13 +61,10 @@ CASES = {
     "fused": ([gemm_glu(), gemm(), dgrad_dglu(), wgrad()], lambda: (experts(scale=True), rows(), inputs(scale=True))),
     "no_grad": ([gemm_glu(), gemm()], lambda: (experts().requires_grad_(False), rows(requires_grad=False), inputs())),
     "constraint": ([gemm_glu(), dgrad_dglu()], lambda: (experts(limit=7.0), rows(), inputs())),
-    "no_match": ([gemm_glu()], lambda: (experts(act=fm.ReGLU), rows(), inputs())),
     "cannot_keep": ([gemm_glu(keeps=()), dgrad_dglu()], lambda: (experts(), rows(), inputs())),
     "shadowed": ([gemm(launches=50), glu_scale()], lambda: (experts(), rows(), inputs())),
-    "unavailable": ([OF_GPU], lambda: (experts(), rows(), inputs())),
     "host_sync": ([], lambda: (fm.Sequential(fm.SwiGLU(), ReadsHost()), rows(), {})),
     "split": ([gemm_glu(), gemm()], moe),
-    "nested": ([], lambda: (fm.Sequential(fm.Sequential(fm.SwiGLU()), fm.Sequential(fm.SquaredReLU())), rows(), {})),
     "quantized": ([], quantized),
     "empty": ([], lambda: (fm.Sequential(), rows(), {})),
     "builtin": (BUILTIN, lambda: (experts(scale=True), rows(), inputs(scale=True))),
@@ -95,10 +88,6 @@ def test_the_table_as_printed(case, monkeypatch):
     assert text == file.read_text(encoding="utf-8"), f"{file.name} differs; see the top of this file"
 
 
-def test_every_snapshot_has_its_case():
-    assert {file.stem for file in SNAPSHOTS.iterdir()} == set(CASES)
-
-
 def test_the_data_behind_the_table():
     chain, x, named = experts(), rows(), inputs()
     with fm.register(gemm_glu(), dgrad_dglu()):
@@ -110,13 +99,9 @@ def test_the_data_behind_the_table():
     assert (first.direction, first.ops, first.rule, first.status, first.why) == (
         "forward", ("0.GroupedLinear", "1.SwiGLU"), "toy.gemm_glu", "FUSED", "",
     )  # fmt: skip
-    assert first.needs == ("0.input", "0.weight", "offsets")
-    assert first.gives == ("2.input", "1.input")
-    assert (first.launches, first.host_sync, first.nearest_miss) == (1, False, None)
+    assert (first.needs, first.gives) == (("0.input", "0.weight", "offsets"), ("2.input", "1.input"))
     last = plan.steps[1]
-    assert (last.rule, last.status) == (None, "unfused")
-    assert last.nearest_miss.status is Status.NO_MATCH
-    assert last.why == str(last.nearest_miss)
+    assert (last.rule, last.nearest_miss.status, last.why) == (None, Status.NO_MATCH, str(last.nearest_miss))
     assert {*plan.fused, *plan.unfused} == set(plan.steps)
     assert (plan.device, plan.dtype, plan.recipe) == ("cpu", "float64", "bf16")
 
@@ -132,12 +117,6 @@ def test_bytes_moved_are_those_of_the_shapes_explained():
         assert only_plan(chain, rows(), **inputs()).steps[0].bytes_moved == step.bytes_moved + 1000
 
 
-def test_a_fused_step_is_no_host_sync():
-    no_sync = rule("toy.no_sync", {"op": ReadsHost}, ("input",), run=lambda self, keep: self.op.compute, launches=0)
-    with fm.register(no_sync):
-        assert "HOST SYNC" not in str(fm.Sequential(ReadsHost()).explain(rows(requires_grad=False)))
-
-
 def test_explanations_are_data_that_can_be_compared_and_change_nothing():
     chain, x, named = experts(), rows(), inputs()
     plain = only_plan(chain, x, **named)
@@ -149,14 +128,6 @@ def test_explanations_are_data_that_can_be_compared_and_change_nothing():
         plain.device = "cuda"
     assert x.grad is None
     assert all(p.grad is None for p in chain.parameters())
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (5 * 2**40, "5120.0 GiB")],
-)
-def test_format_bytes(count, text):
-    assert format_bytes(count) == text
 
 
 def test_a_subclass_of_what_a_single_op_rule_takes_is_the_nearest_miss():

@@ -1,7 +1,6 @@
 """``explain(..., arch=90)``: what a GPU would run that is not there. Nothing here touches a GPU."""
 
 import importlib.util
-import logging
 import re
 
 import pytest
@@ -10,7 +9,6 @@ from kit.toy import only_plan, rule
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe import Status
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.numerics.formats import E4M3, Format, Quantizer, ScaleRule
@@ -76,24 +74,6 @@ def only_plan_of(explanation):
     return plan
 
 
-def test_nothing_is_remembered_or_logged(caplog):
-    chain, (x, named) = experts(), call()
-    with caplog.at_level(logging.DEBUG, "fusedmoe"):
-        chain.explain(x, arch=90, **named)
-    assert caplog.records == []
-    assert used(only_plan(chain, x, **named)) == [None] * 8
-    with fm.strict():
-        assert chain(x, **named).device.type == "cpu"
-
-
-def test_constraints_are_those_of_the_architecture():
-    x, named = call(torch.float32)
-    plan = only_plan_of(experts(torch.float32).explain(x, arch=90, **named))
-    assert plan.fused == ()
-    assert {step.nearest_miss.status for step in plan.unfused} == {Status.CONSTRAINT}
-    assert [label for label, _ in plan.missed] == [op for step in plan.steps for op in step.ops]
-
-
 def test_host_syncs_are_those_of_the_architecture():
     """Products in fp32 are a loop on an H100, which reads the splits; on this CPU nothing waits."""
     x, named = call(torch.float32)
@@ -150,23 +130,6 @@ def test_a_recipe_with_kernels_is_fused_on_a_gpu():
         experts().explain(x, arch=90, **named).raise_if_missed()
 
 
-def test_an_unavailable_rule_that_takes_quantized_operands_is_the_nearest_miss_all_the_same():
-    quantized = rule("toy.quantized", {"fc": fm.GroupedLinear}, takes_quantized=True, available=needs_sm100)
-    x, named = call()
-    with fm.register(quantized), fm.recipe("fp8_row"):
-        step = next(s for s in experts().explain(x, **named).steps if s.ops == ("0.GroupedLinear",))
-    assert step.why == "toy.quantized: UNAVAILABLE: needs sm_100"
-
-
-def test_an_architecture_without_kernels():
-    x, named = call()
-    explanation = experts().explain(x, arch=80, **named)
-    assert explanation.plans[0].fused == ()
-    for found in (explanation, fm.explain(experts(), arch=80)):
-        with pytest.raises(fm.FusionError, match="there are no kernels for these ops on sm_80 yet"):
-            found.raise_if_missed()
-
-
 def blackwell(recipe="mxfp8", arch=100, rows=20, moe=False):
     """The plan of an expert MLP or of an MoE layer whose widths NVIDIA's kernels take."""
     x = torch.zeros(rows, 256, dtype=BF16, requires_grad=True)
@@ -205,23 +168,12 @@ def test_padding_on_blackwell():
     assert plan.kept_padding_bytes == sum(size * 1004 // 1024 for size in sizes)
     assert plan.kept_bytes - sum(sizes) == 20 * 256 * 2 + 20 * 8 + 2 * E * 4  # the input, places of rows, offsets
     of_weights, others = plan.fused[:2], plan.fused[2:]
-    quantize, up, down = others[:3]
-    by_rows = [1024 * 256 + 1024 * 8, 1024 * 128 + 1024 * 4]
-    assert quantize.padding_bytes == (by_rows[0] * 1004 // 1024 + sizes[0] * 1004 // 1024)
-    assert up.padding_bytes == sum(size * 1004 // 1024 for size in (*by_rows, *sizes[1:]))
-    assert down.padding_bytes == by_rows[1] * 1004 // 1024
+    by_rows = 1024 * 256 + 1024 * 8
+    assert others[0].padding_bytes == (by_rows * 1004 // 1024 + sizes[0] * 1004 // 1024)
     assert all(0 < step.padding_bytes < step.bytes_moved for step in others)
     assert not any(step.padding_bytes for step in of_weights)
-    assert not plan.unfused
     text = " ".join(str(plan).split())
     assert "rows per expert are padded to a multiple of 256: 20 rows to at most 1,024; padding is at most" in text
-
-
-@pytest.mark.parametrize(("recipe", "arch"), [("mxfp8", 90), ("bf16", 100)])
-def test_no_padding_without_packed_rows(recipe, arch):
-    (plan,) = blackwell(recipe, arch).plans
-    assert (plan.packed_rows, plan.kept_padding_bytes) == (None, 0)
-    assert not any(step.padding_bytes for step in plan.steps)
 
 
 @pytest.mark.parametrize(
@@ -240,12 +192,6 @@ def test_a_layer_on_blackwell(recipe, rules, unfused):
     assert {op.rpartition(".")[2] for step in plan.unfused for op in step.ops} == router | unfused
     fp32 = experts().float().explain(torch.zeros(20, H, requires_grad=True), arch=100, **call()[1])
     assert "there are no kernels for these ops on sm_100 yet" in str(fp32)
-
-
-@pytest.mark.parametrize("arch", ["90", "sm_90a", "SM90"])
-def test_an_architecture_by_name(arch):
-    x, named = call()
-    assert experts().explain(x, arch=arch, **named).plans[0].asked_arch == 90
 
 
 def test_wrong_input_is_refused_as_in_a_call():
@@ -273,10 +219,6 @@ def test_packages_that_this_machine_lacks_are_assumed_and_named(monkeypatch):
     assert used(plan) == FORWARD + BACKWARD
     assert plan.assumed == ("needs nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl",)
     assert "not available on this machine, but assumed: needs nvidia-cutlass-dsl" in str(plan)
-    monkeypatch.setattr("sys.platform", "darwin")
-    plan = only_plan_of(experts().explain(x, arch=90, **named))
-    assert used(plan) == FORWARD + BACKWARD
-    assert plan.assumed == ("needs Linux, this is darwin",)
 
 
 # ---- modules between chains ----------------------------------------------------------------------------------------
@@ -307,17 +249,6 @@ def test_a_module_in_front_of_a_chain_is_called_without_memory():
     assert foreign.linear.weight.grad is None
 
 
-def test_values_that_a_chain_provides_reach_the_next():
-    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.LayerNorm(H, dtype=BF16), fm.Combine())
-    named = {
-        "expert_index": torch.zeros(6, 2, dtype=torch.int64),
-        "expert_weight": torch.ones(6, 2, requires_grad=True),
-    }
-    first, last = chain.explain(torch.zeros(6, H, dtype=BF16, requires_grad=True), arch=90, **named).plans
-    assert used(first)[0] == "sm90.dispatch"
-    assert used(last) == ["sm90.combine", "sm90.combine_weight_grad", "sm90.dcombine"]
-
-
 def hooked(module):
     module.register_forward_hook(lambda *_: None)
     return module
@@ -334,26 +265,6 @@ def test_ops_that_are_called_for_their_hooks_run_nothing(device, nested):
     assert title.endswith("called as a module because of its hooks")
     backward = ["sm90.grouped_wgrad", "sm90.grouped_dgrad" if nested else "sm90.grouped_dgrad_activation"]
     assert used(plan) == [*([] if nested else ["sm90.activation"]), "sm90.grouped_gemm", *backward]
-
-
-class Foreign(nn.Module):
-    """Tensors with memory are computed: explain_rows() may call what it likes."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = experts()
-
-    def explain_rows(self, rows):
-        (x, named) = call()
-        x = torch.randn_like(x)
-        assert self.inner(x, **named).any()
-        return self.inner.explain(torch.zeros(rows, H, dtype=BF16), splits=torch.tensor([rows, 0, 0, 0]))
-
-
-def test_a_module_that_explains_rows_need_not_know_of_it():
-    (group,) = fm.explain(Foreign(), arch=90).groups
-    assert group.note == ""
-    assert group.explanation.plans[0].fused
 
 
 def test_a_module_that_reads_what_it_is_given_is_named():
@@ -392,10 +303,6 @@ def test_another_dtype_is_named_with_the_one_that_was_given():
     assert not plan.unfused
     assert (plan.dtype, plan.given_dtype) == ("bfloat16", "float32")
     assert "sm_90 (requested), bfloat16 (requested, given float32), recipe bf16" in str(result)
-    with torch.autocast("cpu", BF16):
-        (plan,) = fm.explain(model, arch=90).plans
-    assert not plan.unfused
-    assert plan.dtype == "bfloat16"
 
 
 def test_a_model_that_has_nothing_to_fuse_or_cannot_be_planned_is_no_success():
@@ -405,25 +312,7 @@ def test_a_model_that_has_nothing_to_fuse_or_cannot_be_planned_is_no_success():
         fm.explain(nn.ModuleList([fm.Sequential(fm.SwiGLU()), experts()]), arch=90).raise_if_missed()
 
 
-def test_on_a_cpu_the_way_to_ask_is_named_once():
-    x, named = call()
-    hint = "explain(..., arch=90) shows what an sm_90 GPU would run"
-    assert str(experts().explain(x, **named)).count(hint) == 1
-    assert str(fm.explain(nn.ModuleList([experts(), fm.MoE(H, I, E, 2)]))).count(hint) == 1
-    assert hint not in str(experts().explain(x, arch=90, **named))
-    with fm.disabled("sm90.*"):
-        assert hint not in str(experts().explain(x, **named))
-
-
 # ---- strict --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_switched_off_is_missed():
-    with fm.disabled("sm90.grouped_wgrad"):
-        explanation = experts().explain(call()[0], arch=90, **call()[1])
-    assert [label for label, _ in explanation.missed] == ["2.Wgrad", "0.Wgrad"]
-    with pytest.raises(fm.FusionError, match=r"2\.Wgrad: sm90\.grouped_wgrad: UNAVAILABLE: switched off by"):
-        explanation.raise_if_missed()
 
 
 def test_a_rule_for_another_architecture_is_no_miss():
@@ -443,10 +332,7 @@ def test_strict_with_unavailable_raises_where_the_device_or_a_switch_is_in_the_w
     for _ in range(2):
         with fm.strict(unavailable=True), pytest.raises(fm.FusionError, match=text):
             chain(x, **named)
-    for enabled in (True, False):
-        with fm.strict(unavailable=True), fm.strict(enabled):
-            chain(x, **named)
-    with fm.strict(False, unavailable=True):
+    with fm.strict(unavailable=True), fm.strict():
         chain(x, **named)
     with fm.strict(unavailable=True), fm.recipe(WITHOUT_KERNELS):
         fm.Sequential(chain[0])(x, **named)
@@ -482,13 +368,3 @@ def test_modules_between_chains_keep_their_buffers(arch):
         assert torch.equal(b, before[name][1]), name
     chain(x, **inputs)
     assert norm.num_batches_tracked == 1
-
-
-@pytest.mark.usefixtures("builtin_rules")
-def test_a_plan_for_tensors_without_memory_says_why_it_is_unfused():
-    """No rule applies to them, but the user has not switched any off."""
-    chain = fm.Sequential(fm.Linear(64, 64, device="meta", dtype=torch.bfloat16))
-    text = str(chain.explain(torch.empty(8, 64, device="meta", dtype=torch.bfloat16)))
-    assert "UNAVAILABLE: tensors without memory (meta, FakeTensor)" in text
-    assert "switched off" not in text
-    assert "explain(..., arch=90) shows what an sm_90 GPU would run" in text

@@ -6,7 +6,7 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe.layers import explain_model
-from fusedmoe.layers.explain_model import _short, register_explainer
+from fusedmoe.layers.explain_model import register_explainer
 
 H, I, E = 16, 8, 4  # noqa: E741
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -45,15 +45,6 @@ def test_modules_that_are_planned_alike_are_one_line():
     assert "needs an sm_90 GPU, this device is cpu" in str(result)
 
 
-def test_it_is_what_the_module_itself_explains():
-    layer = moe()
-    group, shared = fm.explain(layer, tokens=100).groups
-    assert str(group.explanation) == str(layer.explain(torch.zeros(100, H, requires_grad=True)))
-    assert group.names == ("",)
-    assert str(shared.explanation) == str(layer.shared.explain(torch.zeros(100, H, requires_grad=True)))
-    assert "(the model)" in str(fm.explain(layer))
-
-
 class OwnRouter(nn.Linear):
     stats = None
 
@@ -77,38 +68,6 @@ def test_a_router_of_the_models_own_is_named(name):
     line = "{0-1}.experts: the model's own router, OwnRouter, chooses the experts and runs unchanged"
     assert line in str(result).splitlines()
     assert str(result).count("own router") == 1
-
-
-def test_the_reason_for_a_router_of_the_models_own(monkeypatch):
-    reasons = [lambda router: None, lambda router: f"because of {type(router).__name__}", lambda router: "not this"]
-    monkeypatch.setattr(explain_model, "_reasons_for_routers", reasons)
-    model = nn.ModuleList([RoutedBlock("gate", experts()), moe()])
-    assert [g.why_own_router for g in fm.explain(model).groups] == ["because of OwnRouter", "", ""]
-    line = "0.experts: the model's own router, OwnRouter, chooses the experts and runs unchanged: because of OwnRouter"
-    assert line in str(fm.explain(model)).splitlines()
-
-
-def test_another_router_in_a_layer_is_named():
-    class Router(nn.Module):  # no fm.Router
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x)
-
-    layer = moe()
-    layer.router = Router(layer.router)
-    group, shared = fm.explain(nn.Sequential(layer)).groups
-    assert group.explanation is not None
-    assert (group.router, shared.router) == ("Router", "")
-    assert "0: the model's own router, Router," in str(fm.explain(nn.Sequential(layer)))
-
-
-def test_a_router_with_hooks_is_not_another_router():
-    layer = moe()
-    layer.router.register_forward_hook(lambda module, args, routing: None)
-    assert [group.router for group in fm.explain(nn.Sequential(layer)).groups] == ["", ""]
 
 
 def test_a_registered_explainer_is_asked(monkeypatch):
@@ -184,36 +143,5 @@ def test_one_that_cannot_be_planned_does_not_keep_the_others_from_it():
     assert "float64" in double.note
     assert foreign.explanation is None
     assert wrong.note == "explain_rows: expected an Explanation, got str"
-    biased = fm.MoE(H, I, E, 2)
-    biased.experts.down = fm.GroupedLinear(E, I, H, bias=True)
-    (group,) = fm.explain(biased).groups
-    assert group.note.startswith("MoE: experts.down: expected no bias")
-    silent = Foreign()
-    silent.inner = None  # whose explain() is an AttributeError
-    assert "has no attribute 'explain'" in fm.explain(silent, tokens=10).groups[0].note
     assert layer.explanation is not None
     assert shared.explanation is not None
-
-
-def test_an_attribute_of_a_module_is_no_method_of_its_class():
-    model = nn.Linear(3, 3)
-    model.explain_rows = lambda rows: pytest.fail("asked")
-    assert fm.explain(model).groups == ()
-
-
-def test_a_model_without_any():
-    result = fm.explain(nn.Sequential(nn.Linear(3, 3)))
-    assert result.groups == result.plans == ()
-    assert str(result) == "no module of this model runs on fusedmoe"
-
-
-@pytest.mark.parametrize(("names", "short"), [
-    (["a.0.b", "a.1.b", "a.2.b"], "a.{0-2}.b"),
-    (["0", "1", "7"], "{0-1,7}"),
-    (["encoder.0.mlp", "decoder.0.mlp"], "encoder.0.mlp, decoder.0.mlp"),
-    (["a.0.b.3", "a.1.b.3"], "a.{0-1}.b.3"),
-    (["layer10.mlp"], "layer10.mlp"),
-    ([""], "(the model)"),
-])  # fmt: skip
-def test_names_are_put_together(names, short):
-    assert _short(names) == short

@@ -1,7 +1,5 @@
 """Steps that are bound: once for each kind of call, and anew for everything that a kernel may depend on."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kit import toy
@@ -120,20 +118,6 @@ def test_a_kind_that_bind_declines_is_asked_for_at_every_call(layer, caplog):
     assert said == ["0.GroupedLinear: toy.bound declined this call: 12 rows; it runs unfused"]
 
 
-def test_a_bound_function_may_decline_too(layer, caplog):
-    log, refusing = [], []
-    with fm.register(bound_gemm(log, run_declines=lambda x: fm.require(not refusing, "not now"))):
-        call(layer)
-        refusing.append(True)
-        call(layer)
-        with fm.strict(), pytest.raises(FusionError, match="declined this call: not now"):
-            layer(rows(), **inputs())
-        refusing.clear()
-        call(layer)
-    assert log == ["bind", "run", "run", "bind", "run", "run"]  # strict calls are another kind
-    assert len([r for r in caplog.records if "not now" in r.getMessage()]) == 1
-
-
 def test_nothing_to_do_is_no_fallback_and_a_bug_is_a_bug(layer, caplog):
     def nothing(x):
         if not x.shape[0]:
@@ -148,9 +132,7 @@ def test_nothing_to_do_is_no_fallback_and_a_bug_is_a_bug(layer, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize("builds", [False, True], ids=["bind", "build"])
-def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
-    """By `bind`, or by the result of `build`."""
+def test_a_step_is_bound_for_the_values_that_backward_reads():
     log = []
 
     class GemmGLU(FusionRule, name="toy.bound_glu", direction="forward"):
@@ -162,7 +144,7 @@ def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
 
         def bind(self, ctx, x, weight, offsets):
             keep = ctx.keep
-            log.append(("bind", keep))
+            log.append(keep)
 
             def run(x, weight, offsets):
                 h = grouped_mm(x, weight, offsets)
@@ -170,22 +152,14 @@ def test_a_step_is_bound_for_the_values_that_backward_reads(builds):
 
             return run
 
-    class BuiltGemmGLU(GemmGLU, name="toy.built_glu", direction="forward"):
-        def build(self, ctx, keep):
-            assert not ctx.keep
-            log.append(("build", keep))
-            return lambda *tensors: self.bind(replace(ctx, keep=keep), *tensors)
-
     chain, x = experts(), rows()
     expected = outcome(chain, x, **inputs())
-    with fm.register(BuiltGemmGLU if builds else GemmGLU):
+    with fm.register(GemmGLU):
         for _ in range(2):
             toy.assert_same(outcome(chain, x, **inputs()), expected)
         with torch.no_grad():
             chain(x, **inputs())
-    kept = ("act.input",)
-    assert [entry for entry in log if entry[0] == "bind"] == [("bind", kept), ("bind", ())]
-    assert [entry for entry in log if entry[0] == "build"] == [("build", kept), ("build", ())] * builds
+    assert log == [("act.input",), ()]
 
 
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
@@ -213,11 +187,3 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
                 (expected,) = torch.autograd.grad(layer(x, **inputs()), [x], gradient)
             assert torch.equal(dx, expected)
     assert log == [(16, 1), (0, 0), (16, 1), (1, 9)]
-
-
-@pytest.mark.parametrize("returned", [lambda y: (y,), lambda y: [y]], ids=["tuple", "list"])
-def test_one_result_may_come_in_a_tuple(layer, returned):
-    wrapped = rule("toy.wrapped", {"fc": GroupedLinear}, IN, run=lambda self, keep: lambda *t: returned(grouped_mm(*t)))
-    with fm.register(wrapped):
-        for _ in range(3):
-            call(layer)

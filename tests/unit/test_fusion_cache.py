@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kit import toy
-from kit.toy import E, H, I, experts, gemm, inputs, rows
+from kit.toy import E, I, experts, gemm, inputs, rows
 
 import fusedmoe as fm
 from fusedmoe.base import changes
@@ -168,19 +167,6 @@ def test_an_unhashable_attribute_is_refused_by_name(called):
     chain[1].tiles = [64, 128]
     with pytest.raises(fm.InputError, match=r"SwiGLU\(\): tiles: expected a hashable value.*tuple.*got list"):
         chain(x, **named)
-
-
-def test_plans_made_before_change_no_choice():
-    """The rule pays off for many rows only; a small call before does not spoil it, nor the other way round."""
-
-    def few_and_many(order):
-        chain = fm.Sequential(fm.GroupedLinear(E, H, H, dtype=torch.float64))
-        # two launches more than plain PyTorch, and no bytes less
-        with fm.register(gemm(launches=6)), torch.no_grad():
-            splits = {n: torch.tensor([n, 0, 0]) for n in order}
-            return {n: toy.rules_used(toy.only_plan(chain, rows(n), splits=splits[n])) for n in order}
-
-    assert few_and_many([4, 4000]) == few_and_many([4000, 4])
 
 
 def test_an_attribute_that_always_changes_leaves_no_plans_behind(monkeypatch):

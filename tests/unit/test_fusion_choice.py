@@ -173,18 +173,3 @@ def test_it_is_the_cheapest_that_runs(problem):
     assert runs(f, {"v0"})
     assert runs(b, {*anyway, *kept, incoming})
     assert cost(f) + cost(b) + KEPT_US * len(kept) == pytest.approx(brute_force(*problem))
-
-
-@settings(max_examples=50, deadline=None)
-@given(problem=problems(), shuffled=st.randoms(use_true_random=False))
-def test_the_order_of_candidates_never_decides(problem, shuffled):
-    forward, backward, anyway, _ = problem
-    for search in (forward, backward):
-        distinct = {
-            (c.start, c.end, c.name, c.skips): c for c in search.candidates
-        }  # rules of one name are the same rule
-        search.candidates = list(distinct.values())
-    expected = cheapest_of(forward, backward, anyway)
-    for search in (forward, backward):
-        shuffled.shuffle(search.candidates)
-    assert cheapest_of(forward, backward, anyway) == expected

@@ -1,13 +1,11 @@
 """Rules for the steps between ops: derived values, weight quantization, dequantization, sums of gradients, tails."""
 
-import pytest
 import torch
 from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rule
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.ops import Scale, SwiGLU
-from fusedmoe.ops.glue import Dequantize, DeriveOffsets, QuantizeWeight, SumGradients, ZeroTail
+from fusedmoe.ops.glue import Dequantize, DeriveOffsets, ZeroTail
 
 
 def glue(plan):
@@ -73,68 +71,6 @@ def test_a_rule_that_gives_splits_can_give_their_offsets(caplog):
             assert glue(only_plan(chain, x, **named)) == {}
     assert ran == [6]
     assert "toy.sorts declined this call: 2 tokens" in caplog.text
-
-
-def test_a_rule_gives_the_offsets_of_its_own_splits_only():
-    needs = ("input", "fc.weight", "fc.bias")
-    linear = rule("toy.linear", {"fc": fm.GroupedLinear}, needs, ("output", "fc.offsets"))
-    with fm.register(linear), pytest.raises(RuleError, match=r"gives \['offsets'\], which is not made within the span"):
-        only_plan(experts(), rows(), **inputs())
-
-
-def test_a_rule_that_declines_offsets_at_the_call_falls_back(caplog):
-    needs = ("derive.splits", "derive.rows")
-    declines = rule("toy.declines", {"derive": DeriveOffsets}, needs, ("derive.offsets",))
-    declines.build = lambda self, ctx, keep: lambda splits, rows: fm.require(False, "%d experts", splits.shape[0])
-    chain, x, named = experts(), rows(), inputs()
-    expected = outcome(chain, x, **named)
-    with fm.register(declines):
-        assert_same(outcome(chain, x, **named), expected)
-    assert "toy.declines declined this call: 3 experts" in caplog.text
-
-
-def test_a_rule_quantizes_weights_in_the_forms_that_are_read():
-    calls = []
-
-    def run(self, keep):
-        axes = (-1, -2)[: 1 + len(keep)]
-        calls.append(keep)
-        return lambda weight: [t for axis in axes for t in fm.quantize(weight, self.quantize.quantizes, axis).tensors()]
-
-    keeps = ("quantize.output:columns",)
-    both = rule(
-        "toy.weights", {"quantize": QuantizeWeight}, ("quantize.weight",), ("quantize.output",), run=run, keeps=keeps
-    )
-    chain = experts(dtype=torch.float32)
-    x, named = rows(dtype=torch.float32), inputs(dtype=torch.float32)
-    with fm.recipe("mxfp8"):
-        expected = outcome(chain, x, **named)
-        with fm.register(both):
-            plan = only_plan(chain, x, **named)
-            steps = {step.ops[0]: step.rule for step in plan.steps}
-            assert steps["0:weight.Quantize"] == steps["2:weight.Quantize"] == "toy.weights"
-            assert plan.weight_bytes
-            assert_same(outcome(chain, x, **named), expected)
-            with torch.no_grad():
-                chain(x, **named)
-    assert calls[:2] == [("quantize.output:columns",)] * 2
-    assert calls[-2:] == [(), ()]
-
-
-def test_a_rule_sums_gradients():
-    class TwiceScaled(fm.Op):
-        runtime_inputs = ("factor",)
-
-        def compute(self, x, factor):
-            return x * factor
-
-    chain = fm.Sequential(TwiceScaled(), TwiceScaled())
-    x, named = torch.randn(4, 8, requires_grad=True), {"factor": torch.tensor(3.0, requires_grad=True)}
-    expected = outcome(chain, x, **named)
-    rule = rule_for(SumGradients, "toy.sum", ("glue.term0", "glue.term1"), direction="backward")
-    with fm.register(rule):
-        assert glue(only_plan(chain, x, **named)) == {"sum of grad(factor)": "toy.sum"}
-        assert_same(outcome(chain, x, **named), expected)
 
 
 def test_a_rule_dequantizes():

@@ -61,18 +61,6 @@ def test_a_guard_decides_anew_at_every_call():
     assert len(part.chain.table.plans) == 2  # one of them with everything switched off
 
 
-def test_a_guard_gets_the_tensors_of_needs():
-    seen = []
-    chain = experts()
-    x = rows()
-    with fm.register(toy.gemm(guard=lambda *tensors: seen.append(tensors))), torch.no_grad():
-        chain(x, **inputs())
-    assert [len(t) for t in seen] == [3, 3]
-    assert seen[0][0] is x
-    assert seen[0][1] is chain[0].weight
-    assert seen[0][2].tolist() == [3, 3, 7]
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
 def test_each_fallback_is_said_once_at_warning(caplog, grad):
     chain = experts()
@@ -83,20 +71,6 @@ def test_each_fallback_is_said_once_at_warning(caplog, grad):
     (record,) = [r for r in caplog.records if "declined" in r.getMessage()]
     assert (record.levelno, record.name) == (logging.WARNING, "fusedmoe.fusion.program.source")
     assert record.args, "%-style arguments"
-
-
-def test_two_reasons_are_two_fallbacks(caplog):
-    def guard(x, *_rest):
-        fm.require(x.shape[0] > 9, "too few rows")
-        fm.require(x.shape[0] < 9, "too many rows")
-
-    chain = experts()
-    with fm.register(gemm_glu(guard=guard)):
-        for count in (9, 12, 9, 12):
-            chain(rows(count), **inputs())
-    assert [m.split(": ")[-1] for m in fallbacks(caplog)] == [
-        "too few rows; it runs unfused", "too many rows; it runs unfused",
-    ]  # fmt: skip
 
 
 def test_strict_raises_also_in_backward_if_the_forward_was_strict():
@@ -188,89 +162,3 @@ def test_stand_ins_recompute_what_nobody_kept(caplog):
         assert "2.input" not in plan.kept
         toy.assert_same(outcome(chain, x, **named), expected)
     assert fallbacks(caplog)
-
-
-class Product(Op):
-    """y = x * a * b, whose backward reads y: three steps, each of which could as well read x."""
-
-    parameter_names = ("a", "b")
-
-    def __init__(self, width):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.rand(width, dtype=torch.float64) + 1)
-        self.b = torch.nn.Parameter(torch.rand(width, dtype=torch.float64) + 1)
-
-    def compute(self, x, a, b):
-        return x * a * b
-
-    def backward_ops(self):
-        return GradA(self), GradB(self), GradX(self)
-
-
-class GradA(BackwardOp):
-    needs = ("grad_output", "output", "a")
-    gives = ("grad_a",)
-
-    def compute(self, grad_output, y, a):
-        return (grad_output * y / a).sum(0)
-
-
-class GradB(GradA):
-    needs = ("grad_output", "output", "b")
-    gives = ("grad_b",)
-
-
-class GradX(BackwardOp):
-    needs = ("grad_output", "a", "b")
-
-    def compute(self, grad_output, a, b):
-        return grad_output * a * b
-
-
-class Increment(Op):
-    """y = x + 1"""
-
-    def compute(self, x):
-        return x + 1
-
-    def backward_ops(self):
-        return (DIncrement(self),)
-
-
-class DIncrement(BackwardOp):
-    needs = ("grad_output",)
-
-    def compute(self, grad_output):
-        return grad_output.clone()
-
-
-# both, hiding what is between
-PRODUCT_INCREMENT = rule(
-    "toy.product_increment", {"product": Product, "increment": Increment}, ("input", "product.a", "product.b"),
-    run=lambda self, keep: lambda x, a, b: x * a * b + 1,
-)  # fmt: skip
-# gives what was between, from the result
-DECREMENT = rule(
-    "toy.decrement", {"d": DIncrement}, ("grad_output", "d.output"), ("grad_input", "d.input"), direction="backward",
-    run=lambda self, keep: lambda dy, y: (dy, y - 1),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("declines", [True, False], ids=["declined", "taken"])
-def test_a_recomputed_value_outlives_a_guarded_step_whose_stand_in_makes_it_too(declines):
-    """`decrement` gives the product again. The step for `a` reads x instead, its stand-in makes the product for
-    itself; the step for `b`, which runs after it, still finds the first one.
-    """
-
-    from_x = rule(
-        "toy.from_x", {"ga": GradA}, ("grad_output", "ga.input", "ga.b"), ("ga.grad_a",), direction="backward",
-        run=lambda self, keep: lambda dy, x, b: (dy * x * b).sum(0), guard=toy.refuse if declines else None,
-    )  # fmt: skip
-    chain = fm.Sequential(Product(toy.H), Increment())
-    x = rows()
-    expected = outcome(chain, x)
-    with fm.register(PRODUCT_INCREMENT, DECREMENT, from_x):
-        plan = only_plan(chain, x)
-        assert rules_used(plan) == ["toy.product_increment", "toy.decrement", "toy.from_x"]
-        assert "1.input" not in plan.kept
-        toy.assert_same(outcome(chain, x), expected)

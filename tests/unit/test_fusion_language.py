@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit import toy
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.matcher import Match, Mismatch, match
+from fusedmoe.fusion.language.matcher import Mismatch, match
 from fusedmoe.fusion.language.rule import Declined, FusionRule, RuleError, Slot, require
 from fusedmoe.ops import DSwiGLU, GeGLU, GroupedLinear, Linear, Scale, SquaredReLU, SwiGLU
 
@@ -84,22 +84,6 @@ def test_string_annotations():
 def test_a_wrong_pattern_is_refused(slots, direction, error):
     with pytest.raises(RuleError, match=f"rule 'toy.rule': .*{error}"):
         toy.rule("toy.rule", slots, direction=direction)
-
-
-def test_a_name_and_a_direction_are_wanted():
-    with pytest.raises(TypeError, match="name"):
-
-        class Rule(FusionRule):
-            act: SwiGLU
-
-
-def test_a_subclass_of_a_rule_keeps_its_pattern():
-    parent = toy.rule("toy.parent", {"act": SwiGLU}, ("input",))
-
-    class Refined(parent, name="toy.refined", direction="forward"):
-        pass
-
-    assert Refined.slots == parent.slots
 
 
 def test_a_rule_without_offer_or_bind_says_so():
@@ -175,13 +159,6 @@ LAST, BEFORE = slot("last", Linear), slot("before", Scale, optional=True)
 MIDDLE = (FC, slot("a", Scale, optional=True), slot("b", Scale, optional=True), ACT, LAST)
 
 
-def test_every_way_most_slots_first():
-    assert match((FC, ACT, SCALE), [fc, act, scale], 0) == [
-        Match({"fc": fc, "act": act, "scale": scale}, 3),
-        Match({"fc": fc, "act": act, "scale": None}, 2),
-    ]
-
-
 @pytest.mark.parametrize(
     ("pattern", "chain", "matched", "stood", "text"),
     [
@@ -191,12 +168,9 @@ def test_every_way_most_slots_first():
         ((FC, ACT), [fc, fc, act], 1, 1, "'act': expected SwiGLU | GeGLU, got Linear"),
         ((FC, ACT), [fc, sub], 1, 2, "'act': .* got Sub, a subclass of SwiGLU, which may compute something else"),
         ((BEFORE, FC, ACT), [relu], 0, 0, "'fc'"),
-        ((BEFORE, FC, ACT), [scale, relu], 1, 0, "'fc'"),
         ((BEFORE, FC, ACT), [scale, fc, relu], 2, 2, "'act'"),
-        ((BEFORE, FC, ACT), [scale, fc, sub], 2, 3, "'act'"),
         (MIDDLE, [fc, relu], 1, 1, "'act'"),
         (MIDDLE, [fc, scale, scale, relu], 3, 1, "'act'"),
-        (MIDDLE, [fc, scale, scale], 3, 1, "'act': .* the end of the chain"),
         (MIDDLE, [fc, scale, scale, sub], 3, 4, "'act'"),
         (MIDDLE, [fc, scale, act, relu], 3, 3, "'last'"),
         ((slot("act", SwiGLU), FC), [sub], 0, 1, "'act'"),

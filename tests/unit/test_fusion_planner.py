@@ -66,18 +66,6 @@ def test_dispatch_and_combine_around_fused_experts():
     assert rules_used(plan) == ["toy.gemm_glu", "toy.gemm", "toy.wgrad", "toy.dgrad_dglu", "toy.wgrad"]
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_a_chain_of_linear_layers_without_splits(bias):
-    def run(self, keep):
-        return lambda *tensors: (self.act.compute(h := self.fc.compute(*tensors)), *(h for _ in keep))
-
-    needs = ("input", "fc.weight", "fc.bias")
-    dense = rule("toy.dense", {"fc": fm.Linear, "act": fm.SquaredReLU}, needs, run=run, keeps=("act.input",))
-    chain = fm.Sequential(fm.Linear(toy.H, 6, bias=bias), fm.SquaredReLU(), fm.Linear(6, 2)).double()
-    plan = both_ways([dense], chain, torch.randn(2, 5, toy.H, dtype=torch.float64, requires_grad=True))
-    assert rules_used(plan) == ["toy.dense"]
-
-
 # ---- which gradients there are --------------------------------------------------------------------------------------
 
 
@@ -158,15 +146,6 @@ def test_a_forward_step_that_cannot_keep_what_backward_needs_is_rejected():
     assert status(plan, "toy.gemm_glu", 0) == (Status.CONSTRAINT, "cannot keep 1.input, which 1.DSwiGLU needs")
 
 
-def test_a_value_that_backward_recomputes_is_not_kept():
-    chain, x, named = experts(), rows(), inputs()
-    with_it = both_ways([gemm_glu(), dgrad_dglu()], chain, x, **named)
-    assert "2.input" not in with_it.kept
-    assert rules_used(with_it) == ["toy.gemm_glu", "toy.dgrad_dglu"]
-    without = both_ways([gemm_glu(), dgrad_dglu(recomputes=False)], chain, x, **named)
-    assert "2.input" in without.kept  # which gemm_glu gives anyway
-
-
 class Offset(Op):
     """y = x + 1, whose derivative reads what came in, although it needs not."""
 
@@ -212,19 +191,6 @@ def test_registration_order_never_decides(order):
     assert {status(plan, name, 0) for name in ("toy.a", "toy.c")} == {(Status.SHADOWED, "by toy.b")}
 
 
-@pytest.mark.parametrize("names", [("toy.a", "toy.z"), ("toy.z", "toy.a")])
-def test_a_tie_goes_to_fewer_longer_steps(names):
-    relu = fm.SquaredReLU
-    both = rule(
-        names[0], {"first": relu, "second": relu}, ("input",),
-        run=lambda self, keep: lambda x: self.second.compute(self.first.compute(x)),
-        launches=2, extra_bytes=2 * 16 * toy.H * 8,  # as two single steps: the value between them counts as moved
-    )  # fmt: skip
-    one = rule(names[1], {"only": relu}, ("input",), run=lambda self, keep: self.only.compute)
-    with fm.register(both, one), torch.no_grad():
-        assert rules_used(only_plan(fm.Sequential(relu(), relu()), rows(8))) == [names[0]]
-
-
 def test_a_rule_that_costs_more_is_shadowed():
     assert rules_used(both_ways([gemm(launches=100)], experts(), rows(), **inputs())) == []
     with fm.register(gemm("toy.a", extra_bytes=10**9), gemm("toy.b", launches=3)):
@@ -237,16 +203,6 @@ def test_a_rule_that_costs_more_is_shadowed():
 
 
 # ---- reasons ------------------------------------------------------------------------------------------------------
-
-
-def test_unavailable_on_this_device():
-    def never(self, ctx):
-        raise AssertionError("asked although it is not available")
-
-    on_gpu = rule("toy.on_gpu", {"act": SwiGLU}, check=never, available=toy.needs_sm90)
-    plan = both_ways([on_gpu], experts(), rows(), **inputs())
-    assert status(plan, "toy.on_gpu", 1) == (Status.UNAVAILABLE, "needs sm_90, this device is cpu")
-    assert not any(a.on_this_device for a in plan.attempts)
 
 
 def test_every_rule_has_one_status_at_every_place():
@@ -281,38 +237,6 @@ def test_each_longer_way_is_told_besides_of_its_further_ops():
             assert ways(only_plan(chain, x, **named), "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.UNAVAILABLE)]
     plan = both_ways([gemm_glu()], experts(scale=True, limit=7.0), x, **named)  # all ways are declined
     assert ways(plan, "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.CONSTRAINT)]
-
-
-def test_each_longer_way_has_its_own_reason():
-    def check(self, ctx):
-        fm.require(self.two is None, "two Scales")
-        fm.require(self.one is None, "one Scale")
-
-    slots = {"act": SwiGLU, "one": fm.Scale | None, "two": fm.Scale | None}
-    picky = rule("toy.picky", slots, ("input",), run=lambda self, keep: self.act.compute, check=check)
-    chain = fm.Sequential(SwiGLU(), fm.Scale("p"), fm.Scale("q"), SwiGLU())
-    plan = both_ways([picky], chain, rows(), p=torch.rand(9).double(), q=torch.rand(9).double())
-    assert ways(plan, "toy.picky", 0) == [
-        (1, (0,), Status.FUSED),
-        (2, (1,), Status.CONSTRAINT),
-        (3, (1, 2), Status.CONSTRAINT),
-    ]
-    assert ways(plan, "toy.picky", 3) == [(1, (3,), Status.FUSED)]
-    assert [a.reason for a in plan.attempts if a.start == 0 and a.direction == "forward"] == [
-        "", "one Scale", "two Scales",
-    ]  # fmt: skip
-
-
-def test_a_longer_way_that_costs_more_is_shadowed_and_says_so():
-    def offer(self, ctx):
-        return fm.Step(needs=("input", "scale.factor"), gives=("output",), launches=1 if self.scale is None else 100)
-
-    slow = toy.glu_scale("toy.slow")
-    slow.offer = offer
-    with fm.register(slow):
-        plan = only_plan(fm.Sequential(SwiGLU(), fm.Scale("p")), rows(requires_grad=False), p=torch.rand(9))
-    assert ways(plan, "toy.slow", 0) == [(1, (0,), Status.FUSED), (2, (1,), Status.SHADOWED)]
-    assert plan.steps[1].why == "toy.slow: SHADOWED: by toy.slow, 1.Scale in plain PyTorch"
 
 
 # ---- ops that draw random numbers: a value that is computed again draws the same numbers -----------------------------

@@ -1,6 +1,5 @@
 """The functions that plans are written as: their text, their names, what a traceback shows of them."""
 
-import traceback
 from collections import OrderedDict
 
 import pytest
@@ -10,7 +9,6 @@ from kit.toy import assert_same, dgrad_dglu, experts, gemm_glu, inputs, only_pla
 
 import fusedmoe as fm
 from fusedmoe.call.partition import partition_for
-from fusedmoe.ops import Op
 
 
 def program(chain, position=0):
@@ -68,20 +66,11 @@ def program(given, run0, report0, fallback0, run1, run2, run3):
     )
 
 
-def test_nothing_is_written_for_gradients_that_nobody_wants():
-    with torch.no_grad():
-        plan = only_plan(experts(), rows(), **inputs())
-    assert plan.forward_source.endswith("return (_2_output, ), (),\n")
-    assert plan.backward_source == "def program(given):\n    return (None, None, None, None, None, None, ),\n"
-
-
 @pytest.mark.parametrize(
     "labels",
     [
-        ("lambda", "class", "None"),
-        ("given", "run0", "reason"),
+        ("lambda", "run0", "日本"),
         ("a b", "a-b", "a_b"),
-        ("ünï", "日本", "_"),
         ('"); raise SystemExit; ("', "\n", "#"),
     ],
 )
@@ -105,16 +94,3 @@ def test_layers_that_are_alike_share_a_function():
     scaled(rows(), **inputs(scale=True))
     assert program(first).run is program(second).run
     assert program(first).run is not program(scaled).run
-
-
-def test_a_traceback_shows_the_line():
-    class Breaks(Op):
-        def compute(self, x):
-            raise ValueError("broken")
-
-    chain = fm.Sequential(OrderedDict(scale=Breaks()))
-    with pytest.raises(ValueError, match="broken") as caught:
-        chain(rows())
-    lines = "".join(traceback.format_exception(caught.value))
-    assert "<fusedmoe program" in lines
-    assert "scale_output = run0(scale_input)" in lines

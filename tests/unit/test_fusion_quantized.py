@@ -12,13 +12,11 @@ from fusedmoe import FusionError, Status
 from fusedmoe.fusion.language.rule import RuleError
 from fusedmoe.kernels.torch import quantized_products
 from fusedmoe.numerics.formats import QuantizedSpec, QuantizedTensor
-from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.recipes import NVFP4
 from fusedmoe.ops import Dgrad, DSwiGLU, GroupedLinear, Quantize, SwiGLU, Wgrad
 from fusedmoe.ops.quantize import QuantizeGrad
 
 E, H, I = 3, 64, 32  # noqa: E741
-every_recipe = pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensor", "fp8_row", "fp8_block"])
 KEEPS = ("act.input", "output:columns")
 DIN = ("grad_output", "dgrad.weight", "offsets", "dact.input")
 
@@ -224,7 +222,7 @@ def test_a_rule_for_plain_tensors_is_not_asked_where_an_operand_is_quantized():
 # ---- fused steps --------------------------------------------------------------------------------------------------
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensor", "fp8_block"])
 def test_everything_that_is_quantized_may_be_fused(recipe):
     rules = [gemm(), gemm_glu_quantize(), dgrad_dglu_quantize(), wgrad(), QUANTIZE, QUANTIZE_GRAD]
     x, named = given()
@@ -278,27 +276,6 @@ def test_the_gradient_has_the_forms_that_are_read(frozen, gives):
     assert rules_used(plan, "backward").count("toy.wgrad") == (1 if frozen == "0" else 2)
 
 
-def test_a_layer_that_quantizes_its_rows_itself():
-    """By rows they are never there; by columns they are kept."""
-
-    def forms(self, ctx, x, weight, offsets):
-        rows, columns = (fm.quantize(x, self.quantize.quantizer, axis, offsets=offsets) for axis in (-1, -2))
-        return {
-            "output": lambda: quantized_products.grouped_mm(rows, weight, offsets),
-            "quantize.output:columns": lambda: columns,
-        }
-
-    slots, keeps = {"quantize": Quantize, "fc": GroupedLinear}, ("quantize.output:columns",)
-    fused = codes_rule("toy.quantize_gemm", slots, IN, ("output",), forms, keeps=keeps, zeroes_tail=True)
-    x, named = given()
-    plan, plain = both_ways([fused], "mxfp8", experts(), x, **named)
-    assert [s.ops for s in plan.fused] == [
-        ("0:input.Quantize", "0.GroupedLinear"),
-        ("2:input.Quantize", "2.GroupedLinear"),
-    ]
-    assert set(plan.kept) == set(plain.kept)
-
-
 def test_a_backward_step_may_compute_the_columns_again():
     """For the weight gradient after it, from values that the activation's derivative reads: nothing else is kept."""
     calls = []
@@ -324,24 +301,6 @@ def test_a_step_that_declines_the_call_falls_back(which, recomputes):
     x, named = given()
     plan, _ = both_ways(rules, "mxfp8", experts(), x, **named)
     assert len(plan.fused) == 2
-
-
-@pytest.mark.parametrize("grad", [True, False])
-def test_a_rule_over_a_quantize_and_an_op_that_reads_its_values(grad):
-    """Nothing quantized comes out of it: the derivative, in plain PyTorch, wants what the codes stand for."""
-
-    def run(self, keep):
-        def flat(x):
-            codes = fm.quantize(x, self.quantize.quantizer)
-            return (self.act.compute(codes.dequantize()), *(t for _ in keep for t in codes.tensors()))
-
-        return flat
-
-    slots = {"quantize": Quantize, "act": SwiGLU}
-    fused = rule("toy.quantize_glu", slots, ("input",), run=run, keeps=("quantize.output",))
-    with torch.set_grad_enabled(grad):
-        plan, _ = both_ways([fused], "bf16", fm.Sequential(Quantize("mxfp8"), SwiGLU()), given()[0])
-    assert rules_used(plan) == ["toy.quantize_glu"]
 
 
 # ---- rules that read or write other forms than the plain steps of their ops -----------------------------------------
@@ -374,9 +333,7 @@ FORMS = (
 PAIRS = [rules for count in (1, 2, 4) for rules in itertools.combinations(FORMS, count)]
 
 
-@pytest.mark.parametrize(
-    "recipe", ["fp8_tensor", "fp8_row", "fp8_block", "mxfp8", NVFP4(stochastic_rounding=False)], ids=str
-)
+@pytest.mark.parametrize("recipe", ["fp8_tensor", "fp8_block", NVFP4(stochastic_rounding=False)], ids=str)
 def test_the_fallback_makes_the_forms_that_plain_steps_read(recipe):
     chain, (x, named) = experts(), given()
     for rules in PAIRS:
@@ -391,23 +348,3 @@ def test_a_step_that_writes_one_form_is_chosen_where_no_other_is_read():
 
     assert not used(DERIVATIVE_BY_ROWS)  # the plain weight gradient reads columns
     assert used(DERIVATIVE_BY_ROWS, WGRAD_OF_ROWS) == {"forms.derivative", "forms.wgrad_rows"}
-
-
-def test_a_step_gets_the_tensors_of_the_form_that_it_reads():
-    def run(self, keep):
-        def flat(codes, scale, *rest):
-            assert scale.dtype is torch.float8_e8m0fnu
-            return codes.float().sum().expand(90, H).contiguous()
-
-        return flat
-
-    needs = ("input:columns", "op.weight", "offsets")
-    of_columns = rule("forms.sum", {"op": GroupedLinear}, needs, run=run, takes_quantized=True)
-    x, named = given(requires_grad=False)
-    offsets = named["splits"].cumsum(0, dtype=torch.int32)
-    expected = fm.quantize(x, ROLES["mxfp8"].input, axis=-2, offsets=offsets).tensors()[0].float().sum()
-    with fm.recipe("mxfp8"), fm.register(of_columns), torch.no_grad():
-        y = fm.Sequential(GroupedLinear(E, H, H))(x, **named)
-    assert expected.item()
-    assert (y[:85] == expected).all()
-    assert not y[85:].any()  # the tail

@@ -4,7 +4,6 @@ import contextlib
 import traceback
 
 import pytest
-import torch
 from kit import toy
 
 import fusedmoe as fm
@@ -61,15 +60,6 @@ def test_a_refused_registration_registers_nothing(wrong, text):
         with pytest.raises(RuleError, match=text):
             fm.register(toy.gemm("toy.b"), wrong)
         assert fm.rules() == before
-
-
-def test_patterns_that_switch_rules_off():
-    def why(*patterns):
-        return registry.why_unavailable(toy.gemm("sm90.gemm"), torch.device("cpu"), None, patterns)
-
-    assert why("sm100.*", "sm90.*") == ("switched off by 'sm90.*'", "switch")
-    assert why("SM90.*", "gemm") is None
-    assert why() is None
 
 
 # ---- entry points -------------------------------------------------------------------------------------------------
@@ -158,7 +148,7 @@ def test_an_interrupt_while_entry_points_load_passes_through(entry_points):
 @pytest.mark.parametrize(
     ("loaded", "text"),
     [
-        *[(loaded, "expected a subclass of FusionRule") for loaded in (42, "rule", [42], {"a": 1}, None)],
+        *[(loaded, "expected a subclass of FusionRule") for loaded in (42, [42], None)],
         (toy.gemm_glu("toy.a"), "a rule named 'toy.a' is registered already"),
     ],
     ids=str,
@@ -169,15 +159,6 @@ def test_an_entry_point_that_gives_no_new_rule_is_named(entry_points, caplog, lo
     (message,) = warnings(caplog)
     assert "a-package" in message
     assert text in message
-
-
-@pytest.mark.parametrize("dist", [None, Dist(None)])  # as Python gives it where there is no METADATA
-def test_an_entry_point_without_a_package(entry_points, caplog, monkeypatch, dist):
-    monkeypatch.setattr(Entry, "dist", dist)
-    entry_points(ValueError("bad"))
-    assert fm.rules() == ()
-    (message,) = warnings(caplog)
-    assert "package (unknown)" in message
 
 
 # ---- rules that fail ----------------------------------------------------------------------------------------------
@@ -213,9 +194,3 @@ def test_a_rule_that_fails_where_it_is_asked_is_unavailable(caplog, method, erro
         assert kernels["toy.broken"] == doctor.Kernel("toy.broken", False, reason)
         assert kernels["toy.works"].available
     assert [m for m in warnings(caplog) if "toy.broken" in m] == [f"rule 'toy.broken' is not used: its {reason}"]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuleError("wrong in itself")], ids=repr)
-def test_an_interrupt_and_a_rule_that_says_what_is_wrong_with_it_pass_through(error):
-    with fm.register(failing("available", error)), pytest.raises(type(error)):
-        toy.experts()(toy.rows(), **toy.inputs())

@@ -127,11 +127,3 @@ def test_rules_that_are_switched_off_and_explanations_do_not_raise(monkeypatch):
         monkeypatch.setenv("FUSEDMOE_DISABLE", "toy.gemm_glu")
         with fm.disabled("toy.wgrad"):
             chain(rows(), **inputs())
-
-
-def test_the_nearest_miss_is_told_where_nothing_is_missed():
-    with fm.register(SCALED, gemm()), torch.no_grad():
-        step = chained(Scale("probs"), fm.ReGLU())().explain(rows(), **inputs(scale=True)).steps[1]
-    assert step.ops == ("1.Scale",)
-    assert step.why == "toy.scaled: NO_MATCH: slot 'act': expected SwiGLU, got ReGLU"
-    assert 1 not in step.nearest_miss.shared

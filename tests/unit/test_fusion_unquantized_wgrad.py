@@ -5,12 +5,10 @@ import torch
 from kit import sm90_stand_ins as stand_ins
 from kit.saved import check_bytes
 from kit.sm90_machine import called
-from kit.toy import only_plan, outcome, rule, status
+from kit.toy import only_plan, outcome
 
 import fusedmoe as fm
-from fusedmoe import Status
 from fusedmoe.numerics.recipes import RECIPES
-from fusedmoe.ops import SwiGLU
 
 BF16 = torch.bfloat16
 E, H, I, R = 4, 64, 32, 40  # noqa: E741
@@ -74,49 +72,6 @@ def test_what_is_kept(name):
     assert set(plan.kept) == {"offsets", "0:input.input", "1.input", "2:input.input"}
     assert plan.kept_bytes == 4 * E + 2 * R * (H + 2 * I + I)
     assert plan.kept_bytes == plan_under("bf16", chain, x, splits=SPLITS).kept_bytes
-
-
-def test_nothing_is_kept_for_a_frozen_weight_or_in_inference():
-    chain = experts()
-    chain[2].weight.requires_grad_(False)
-    plan = plan_under("mxfp8:wgrad=bf16", chain, rows(), splits=SPLITS)
-    assert set(plan.kept) == {"offsets", "0:input.input", "1.input"}
-    with torch.no_grad():
-        assert plan_under("mxfp8:wgrad=bf16", chain, rows(), splits=SPLITS).kept == ()
-
-
-def test_the_quantized_weights_are_those_of_the_quantized_recipe():
-    chain, x = experts(), rows()
-    with fm.recipe("mxfp8"):
-        chain(x, splits=SPLITS).sum().backward()
-    held = [op._of_process.quantized_weight for op in (chain[0], chain[2])]
-    with fm.recipe("mxfp8:wgrad=bf16"):
-        chain(x, splits=SPLITS)
-    assert all(h is not None for h in held)
-    assert [op._of_process.quantized_weight for op in (chain[0], chain[2])] == held
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_one_layer_of_a_chain(layer):
-    chain = experts()
-    chain[layer].recipe = "mxfp8:wgrad=bf16"
-    plan = plan_under("mxfp8", chain, rows(), splits=SPLITS)
-    other = 2 - layer
-    assert reads(plan) == {
-        f"{layer}.Wgrad": ({0: "grad(1.input)", 2: "grad(2:grad.output)"}[layer], f"{layer}:input.input"),
-        f"{other}.Wgrad": (f"grad({other}:grad.input):columns", f"{other}.input:columns"),
-    }
-
-
-def test_a_fused_step_that_cannot_keep_the_rows_gives_way():
-    glu_quantize = rule(
-        "toy.glu_quantize", {"act": SwiGLU, "quantize": fm.Quantize}, ("input", "quantize.offsets"),
-        takes_quantized=True, keeps=("output:columns",),
-    )  # fmt: skip
-    with fm.register(glu_quantize):
-        plan = plan_under("mxfp8:wgrad=bf16", experts(), rows(), splits=SPLITS)
-    why = Status.CONSTRAINT, "cannot keep 2:input.input, which 2.Wgrad needs"
-    assert status(plan, "toy.glu_quantize", 2) == why
 
 
 # --- the rules for sm_90 -------------------------------------------------------------------------------------------

@@ -32,12 +32,9 @@ def refused(wrong, text, chain=None, x=None, **named):
         (IN, ("output",), ("fc.input",), r"its step keeps \['0.input'\], which is not made within the span"),
         *[
             ((*IN, value), ("output",), (), f"'{value}' names no value of these ops")
-            for value in ("fc.wieght", "gate.input", "probs", "grad_output", "input:source")
+            for value in ("fc.wieght", "gate.input", "grad_output", "input:source")
         ],
-        (IN, ("output",), ("act.middle",), "'act.middle' names no value of these ops"),
         (DIN, ("dgrad.input",), (), r"its step gives \['2.input'\], not \['grad\(1.input\)'\], which is read"),
-        ((*DIN, "dgrad.grad_input"), ("grad_input",), (), r"its step needs \['grad\(2.input\)'\], which is made"),
-        (DIN, ("grad_input", "dgrad.grad_weight"), (), r"its step gives \['grad\(2.weight\)'\], which is not"),
         ((*DIN, "dact.gate"), ("grad_input",), (), "'dact.gate' names no value of these ops"),
     ],
     ids=str,
@@ -66,33 +63,6 @@ def test_a_value_that_another_op_reads_too_must_be_given():
     refused(wrong, r"'toy.wrong'.*row_of_slot.*which is read outside", chain, rows(4), **named)
 
 
-def test_ctx_dtype_of_an_unknown_value_names_the_rule():
-    wrong = rule("toy.curious", {"act": SwiGLU}, check=lambda self, ctx: ctx.dtype("act.wieght"))
-    refused(wrong, "rule 'toy.curious' on 1.SwiGLU: 'act.wieght' names no")
-
-
-@pytest.mark.parametrize("scale", [False, True])
-def test_the_values_of_an_absent_slot_are_none(scale):
-    seen = []
-
-    def run(self, keep):
-        def flat(x, factor):
-            seen.append(factor is not None)
-            y = self.act.compute(x)
-            return y if factor is None else y * factor[:, None]
-
-        return flat
-
-    module, x, named = experts(scale=scale), rows(), inputs(scale=scale)
-    want = module(x, **named)
-    # the Scale calls its factor probs
-    act_scale = rule("toy.act_scale", {"act": SwiGLU, "scale": fm.Scale | None}, ("input", "scale.factor"), run=run)
-    with fm.register(act_scale), torch.no_grad():
-        assert torch.equal(module(x, **named), want)
-        assert only_plan(module, x, **named).fused[0].needs == ("1.input", "probs")[: 1 + scale]
-    assert seen == [scale]
-
-
 def test_a_rule_may_give_more_than_is_used():
     def run(self, keep):
         return lambda x, weight, offsets: (self.act.compute(h := grouped_mm(x, weight, offsets)), h)
@@ -102,17 +72,6 @@ def test_a_rule_may_give_more_than_is_used():
     with fm.register(rule("toy.generous", FC_ACT, IN, ("output", "act.input"), run=run)):
         assert only_plan(chain, x, **named).steps[0].rule == "toy.generous"
         toy.assert_same(outcome(chain, x, **named), expected)
-
-
-@pytest.mark.parametrize(
-    "needs", [("input", "fc.weight", "offsets"), ("fc.input", "fc.weight", "fc.offsets")], ids=["bare", "of slots"]
-)
-@pytest.mark.parametrize("output", ["output", "fc.output"])
-def test_the_ends_of_a_span_have_two_names_each(needs, output):
-    named = rule("toy.named", {"fc": GroupedLinear}, needs, (output,), run=lambda self, keep: grouped_mm)
-    with fm.register(named), torch.no_grad():
-        (step, *_) = only_plan(experts(), rows(), **inputs()).steps
-    assert (step.rule, step.needs, step.gives) == ("toy.named", ("0.input", "0.weight", "offsets"), ("1.input",))
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------
@@ -141,14 +100,6 @@ def test_a_wrong_answer(method, answer, text):
     refused(wrong, rf"rule 'toy.answers'.*{text}")
 
 
-@pytest.mark.parametrize("method", ["offer", "build"])
-def test_a_bug_in_a_rule_is_a_bug(method):
-    broken = rule("toy.broken", {"act": SwiGLU}, ("input",))
-    setattr(broken, method, lambda self, *_: {}["oops"])
-    with fm.register(broken), pytest.raises(KeyError, match="oops"):
-        experts()(rows(), **inputs())
-
-
 # ---- results, at the first call of each kind ------------------------------------------------------------------------
 
 
@@ -165,14 +116,12 @@ EXPECTED = r"expected Tensor of shape \(9, 8\) and dtype float64 on cpu"
     ("change", "got"),
     [
         (lambda y: y[:3], r"Tensor of shape \(3, 8\) and dtype float64 on cpu"),  # such rows reached the caller
-        (lambda y: y[:, :4], r"Tensor of shape \(9, 4\)"),
-        (lambda y: y[None], r"Tensor of shape \(1, 9, 8\)"),
         (lambda y: y.float(), r"Tensor of shape \(9, 8\) and dtype float32"),
         (lambda y: y.to("meta"), r"Tensor of shape \(9, 8\) and dtype float64 on meta"),
         (lambda y: None, "None"),
         (lambda y: [[1.0]], r"\[1.0\]"),
     ],
-    ids=["rows", "features", "axes", "dtype", "device", "nothing", "a list"],
+    ids=["rows", "dtype", "device", "nothing", "a list"],
 )
 def test_the_result_of_a_forward_rule(change, got):
     chain = experts()
@@ -182,20 +131,6 @@ def test_the_result_of_a_forward_rule(change, got):
                 RuleError, match=rf"^rule 'toy.changed' on 0.GroupedLinear: 1.input: {EXPECTED}, got {got}"
             ):
                 chain(rows(), **inputs())
-
-
-@pytest.mark.parametrize("change", [lambda y: (y, y), lambda y: (), lambda y: [y, y, y]], ids=["two", "none", "three"])
-def test_another_number_of_results(change):
-    refused(changed_gemm(change), r"rule 'toy.changed' on 0.GroupedLinear: returned \d tensors, expected 1")
-
-
-def test_it_is_checked_for_each_kind_of_call():
-    """A rule that is wrong for some numbers of rows is found at the first call with that many."""
-    chain = experts()
-    with fm.register(changed_gemm(lambda y: y[:8])), torch.no_grad():
-        chain(rows(8), splits=torch.tensor([3, 0, 4]))
-        with pytest.raises(RuleError, match=rf"1\.input: {EXPECTED}"):
-            chain(rows(9), **inputs())
 
 
 def test_a_value_kept_for_backward():
@@ -210,7 +145,6 @@ def test_a_value_kept_for_backward():
     ("change", "text"),
     [
         (lambda g: g[:3], rf"grad\(1.input\): {EXPECTED}, got Tensor of shape \(3, 8\)"),
-        (lambda g: g.float(), rf"grad\(1.input\): {EXPECTED}, got Tensor of shape .* dtype float32"),
         (lambda g: g.mT, rf"grad\(1.input\): {EXPECTED}, got Tensor of shape \(8, 9\)"),
         (None, r"2\.input: expected .* got .* float16"),  # the recomputed value
     ],
@@ -251,18 +185,6 @@ def test_under_torch_compile_the_forward_is_checked():
     text = r"rule 'toy.changed' on 0.GroupedLinear: 1.input: expected Tensor of shape"
     with fm.register(changed_gemm(lambda y: y[:3])), torch.no_grad(), pytest.raises(Exception, match=text):
         torch.compile(experts(), backend="eager")(rows(), **inputs())
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_rule_that_is_defined_again_under_its_name_is_another_one_when_compiled(backend):
-    """As in a notebook: the first definition ran in graphs that were made for the second."""
-    chain, x, named = experts(), rows(), inputs()
-    want = chain(x, **named)
-    for factor in (1000.0, 1.0):
-        torch._dynamo.reset()
-        with fm.register(changed_gemm(lambda y, factor=factor: factor * y)), torch.no_grad():
-            got = torch.compile(chain, backend=backend)(x, **named)
-    torch.testing.assert_close(got, want)
 
 
 class Halves(Op):

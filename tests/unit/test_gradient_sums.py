@@ -227,22 +227,6 @@ def test_a_weight_of_two_layers(make):
     assert (weight.grad.float() - 1 - expected.float()).norm() < 0.01 * expected.float().norm()
 
 
-def test_one_op_with_two_weights():
-    layer, other = square(), square()
-    chain, x = fm.Sequential(layer, fm.Sequential(layer)).without_parameters(), rows(features=H)
-    weights = {"0.weight": torch.nn.Parameter(torch.randn(E, H, H, dtype=BF16) / 6), "1.0.weight": other.weight}
-
-    def loss():
-        return chain.forward_with(weights, x, **NAMED).float().square().sum()
-
-    expected = torch.autograd.grad(loss(), list(weights.values()))
-    weights["0.weight"].grad = torch.zeros_like(other.weight)  # the other weight has no gradient yet
-    loss().backward()
-    for weight, grad in zip(weights.values(), expected, strict=True):
-        assert grad.any()
-        assert torch.equal(weight.grad, grad)
-
-
 def test_a_graph_that_is_retained():
     chain, (batch,) = small(), micro_batches(1)
     expected = [g + g for g in alone(chain, batch)]
@@ -288,18 +272,6 @@ def test_compiled_autograd():
         with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
             backward(call, batch)
     assert not any(added())
-    check(chain, expected)
-
-
-def test_gradients_after_an_error():
-    """An error in a later node of the graph leaves the gradients of the weights where they are."""
-    chain, (first, (x, named)) = small(), micro_batches(2)
-    backward(chain, first)
-    x = x.detach().requires_grad_()
-    x.register_hook(lambda grad: 1 / 0)
-    expected = want(chain, [first, (x.detach(), named)])
-    with pytest.raises(ZeroDivisionError):
-        backward(chain, (x, named))
     check(chain, expected)
 
 
@@ -361,56 +333,6 @@ def test_kernels_add_to_transposed_gradients(backend):
     assert all(parameter.grad.is_contiguous() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("frozen", ["first", "second"])
-def test_a_frozen_transposed_weight_in_a_graph(frozen):
-    model, (batch,) = Transposed(), micro_batches(1)
-    model.get_parameter(frozen).requires_grad_(False)
-    (trained,) = [p for p in model.parameters() if p.requires_grad]
-    (wanted,) = torch.autograd.grad(loss_of(model, batch), [trained])
-    backward(compiled(model, "aot_eager"), batch)
-    assert wanted.any()
-    assert torch.equal(trained.grad, wanted)
-
-
-def test_an_own_parameter_of_a_layer_with_the_attribute():
-    chain, batches = small(), micro_batches(2)
-    expected = want(chain, batches)
-    for layer in (chain[0], chain[3]):
-        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
-        layer.transposed_grad = True
-    for backend in (None, "aot_eager"):
-        chain.zero_grad()
-        backward(compiled(chain, backend), *batches)
-        for weight, total in zip(weights_of(chain), expected, strict=True):
-            assert weight.grad.mT.is_contiguous()
-            near(weight.grad, total)
-
-
-def test_another_transpose_than_mT():
-    layer = fm.GroupedLinear(8, 8, 8, dtype=BF16)
-    chain = fm.Sequential(layer).without_parameters()
-    layer.transposed_grad = True
-    parameter = torch.nn.Parameter(torch.randn(8, 8, 8, dtype=BF16))
-    x, splits = torch.randn(20, 8, dtype=BF16), torch.full((8,), 2)
-
-    def loss():
-        return chain.forward_with({"0.weight": parameter.transpose(0, 1)}, x, splits=splits).float().square().sum()
-
-    (expected,) = torch.autograd.grad(loss(), [parameter])
-    loss().backward()
-    loss().backward()
-    assert expected.any()
-    assert torch.equal(parameter.grad, expected + expected)
-
-
-def test_the_attribute_of_a_layer():
-    layer = square()
-    assert "transposed_grad" not in vars(layer), "as of one that was pickled before there was one"
-    assert not layer.transposed_grad
-    with pytest.raises(fm.InputError, match="transposed_grad: expected"):
-        layer.transposed_grad = "yes"
-
-
 # ---- code that sees or changes a gradient before autograd adds it ----------------------------------------------------
 
 
@@ -452,21 +374,6 @@ def test_a_function_between_the_parameter_and_the_layer(backend):
     check(model, expected)
 
 
-def test_hooks_on_a_transposed_weight():
-    model, (first, (x, named)) = Transposed(), micro_batches(2)
-    backward(model, first)
-    seen = []
-    views = {"0.weight": model.first.mT, "3.weight": model.second.mT}
-    views["0.weight"].register_hook(lambda grad: seen.append(grad.clone()))
-    loss = model.chain.forward_with(views, x, **named).float().square().sum()
-    views["3.weight"].retain_grad()  # after the call
-    stand_ins.calls.clear()
-    loss.backward()
-    assert not any(added())
-    assert seen[0].any()
-    assert views["3.weight"].grad.any()
-
-
 def test_a_hook_on_a_transposed_weight_that_nothing_holds():
     """The rows need no gradient, so that the call does not keep the weight."""
     model, batches, seen = Transposed(), micro_batches(2), []
@@ -501,16 +408,6 @@ def test_code_that_holds_a_gradient_of_a_graph(held):
         assert weight.grad.data_ptr() == other.data_ptr()
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_sees_the_gradient(monkeypatch):
-    chain, (first, second) = small(), micro_batches(2)
-    backward(chain, first)
-    original = stand_ins.grouped_wgrad
-    monkeypatch.setattr(stand_ins, "grouped_wgrad", lambda *of, **named: original(*of, **named).fill_(torch.nan))
-    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan values"):
-        backward(chain, second)
-
-
 def test_an_error_after_an_addition_counts_a_change(monkeypatch):
     """The cache of quantized weights, and a graph that has saved the gradient, compare its version."""
     chain, (first, second) = small(), micro_batches(2)
@@ -530,23 +427,6 @@ def test_an_error_after_an_addition_counts_a_change(monkeypatch):
         backward(chain, second)
     assert [torch.equal(grad, old) for grad, (old, _) in zip(grads, before, strict=True)] == [True, False]
     assert grads[1]._version > before[1][1]
-
-
-def test_weights_are_quantized_once(monkeypatch):
-    """The cache of quantized weights compares the version of the gradient."""
-    chain, batches, kept = small(), micro_batches(4), []
-    keep = fm.ops.state.weight_cache.keep
-    monkeypatch.setattr(
-        "fusedmoe.ops.state.weight_cache.keep", lambda *of, **named: kept.append(of[0]) or keep(*of, **named)
-    )
-    with fm.recipe("fp8_block:wgrad=bf16"), fm.disabled("sm90.fp8_*", "sm90.quantize*", "sm90.dequantized*"):
-        expected = want(chain, batches)
-        kept.clear()
-        fm.clear_weight_cache(chain)
-        backward(chain, *batches)
-    assert added() == [False] * 2 + [True] * 6
-    assert len(kept) == 2
-    check(chain, expected)
 
 
 @pytest.fixture

@@ -58,14 +58,6 @@ def test_the_network_sorts(n):
     assert torch.equal(torch.stack(values, 1), rows.sort(1, descending=True).values)
 
 
-def test_sizes_of_the_router():
-    """A lane has the experts of the smallest kernel that holds them, and tiles of the logits waste few columns."""
-    rooms = {1: 32, 32: 32, 33: 64, 64: 64, 65: 128, 129: 256, 257: 512, limits.MOST_ROUTED_EXPERTS: 512}
-    assert {experts: host.room(experts) for experts in rooms} == rooms
-    widths = {8: 64, 60: 64, 64: 64, 72: 128, 128: 128, 160: 192, 192: 192, 256: 128, 384: 192, 512: 128}
-    assert {columns: host.logits_tile(columns).tile_n for columns in widths} == widths
-
-
 @pytest.mark.parametrize("chosen", [1, 2, 9, 10, 32])
 @pytest.mark.parametrize("tokens", [1, 31, 5000, 1 << 20])
 def test_the_slots_of_a_chunk_fit_the_kernel_that_places_them(tokens, chosen):
@@ -85,20 +77,6 @@ def test_groups_of_tokens_fill_a_gpu(tokens, experts, dtype, parts):
 
 
 # ---- the router's settings
-
-
-@pytest.mark.parametrize(
-    ("choice", "formula"),
-    [
-        (host.Choice("softmax", 8), ("topk_softmax", False)),
-        (host.Choice("softmax", 8, False), ("softmax", False)),
-        (host.Choice("topk_softmax", 8, True), ("topk_softmax", False)),
-        (host.Choice("sigmoid", 8, True), ("sigmoid", True)),
-        (host.Choice("softmax", 8, corrected=True), ("softmax", True)),
-    ],
-)
-def test_settings_with_the_same_weights_share_a_kernel(choice, formula):
-    assert choice.formula == formula
 
 
 @pytest.mark.parametrize(
@@ -180,25 +158,6 @@ def test_scales_with_other_strides_are_copied(shape):
     room = torch.rand(2, 8)
     assert has_strides(room.mT[:5])
     assert not has_strides(room.mT[1:])  # its address
-
-
-def test_functions_for_many_numbers_of_rows_keep_little_memory(monkeypatch):
-    """Plans keep a function for each number of rows, each with a vector in place of a missing scale."""
-    pytest.importorskip("cutlass")
-    launched, scales, most = [], [], 2 * 600
-    monkeypatch.setattr(slot_functions, "load", lambda kernel: lambda *arguments: launched.append(arguments))
-    monkeypatch.setattr(slot_functions, "_no_scales", {}, raising=False)
-    for tokens in range(1, 601):
-        row_of_slot, rows = torch.arange(2 * tokens).view(tokens, 2), torch.zeros(2 * tokens, 8, dtype=BF16)
-        slot_functions.bind_sum_slots(rows, row_of_slot, None)(rows, row_of_slot)
-        gather = slot_functions.bind_gather_rows(rows[:tokens], row_of_slot, None)
-        gather(rows[:tokens], row_of_slot, row_of_slot.flatten())
-        (_, _, of_sum, *_), (_, _, _, of_rows, *_) = launched[-2:]
-        for scale in (of_sum, of_rows):
-            assert (scale.shape, scale.dtype, scale.stride()) == ((2 * tokens,), FP32, (1,))
-            scales.append(scale.untyped_storage())
-    each = {storage.data_ptr(): storage.nbytes() for storage in scales}
-    assert sum(each.values()) <= 4 * 4 * most
 
 
 def bind_each():

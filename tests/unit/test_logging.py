@@ -1,6 +1,5 @@
 """What is logged, once, at which level: through plain `logging`, `FUSEDMOE_LOG` and `TORCH_LOGS`."""
 
-import copy
 import logging
 import os
 import subprocess
@@ -70,29 +69,6 @@ def test_a_fallback_is_information_where_the_device_could_not(caplog):
     assert "GroupedLinear runs unfused: gpu.gemm: UNAVAILABLE: needs sm_90, this device is cpu" in messages(caplog)
 
 
-def test_a_fallback_not_logged_is_not_counted_as_said(caplog):
-    caplog.set_level(logging.ERROR, logger="fusedmoe")
-    with fm.register(gemm_glu()):
-        experts(limit=7.0)(rows(), **inputs())
-        assert messages(caplog) == []
-        caplog.set_level(logging.WARNING, logger="fusedmoe")
-        experts(limit=7.0)(rows(), **inputs())
-    assert len(messages(caplog)) == 3
-
-
-def test_debug_lists_every_rule_tried_and_every_record_has_arguments(caplog):
-    caplog.set_level(logging.DEBUG, logger="fusedmoe")
-    with fm.register(gemm_glu(guard=toy.refuse)):
-        experts()(rows(), **inputs())
-    assert all(r.args for r in caplog.records)
-    assert [m for m in messages(caplog, logging.DEBUG) if m.startswith("  toy.gemm_glu at forward")] == [
-        "  toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED",
-        "  toy.gemm_glu at forward [1, 2): toy.gemm_glu: NO_MATCH: slot 'fc': expected GroupedLinear, got SwiGLU",
-        "  toy.gemm_glu at forward [2, 3): toy.gemm_glu: NO_MATCH: slot 'act': expected SwiGLU | GeGLU, got the end of "
-        "the chain",
-    ]
-
-
 @pytest.mark.parametrize(("value", "nearest"), [
     ("fusion:trace", "fusion:debug"), ("fusoin", "fusion"), ("fusoin:debug", "fusion:debug"), ("kernels", ""),
     ("1", ""),
@@ -115,23 +91,6 @@ def test_a_pattern_that_matches_no_rule_is_said_once_with_the_nearest(caplog):
         f"{begin} 'sm90', so it switches nothing off; did you mean 'sm90.*'?",
         f"{begin} 'nosuch.rule', so it switches nothing off",
         f"{begin} 'SM90.*', so it switches nothing off; did you mean 'sm90.*'?",
-    ]
-
-
-def test_plans_are_logged_by_the_layers_name_in_the_model(caplog):
-    """Once `explain` has seen the model; a copy of a layer has no name."""
-    caplog.set_level(logging.INFO, logger="fusedmoe")
-    model = torch.nn.ModuleDict({"first": experts(), "second": torch.nn.ModuleList([fm.MoE(8, 4, 4, 2)])})
-    fm.explain(model, tokens=16)
-    caplog.clear()
-    model["first"](rows(), **inputs())
-    model["second"][0](torch.randn(5, 8))
-    copy.deepcopy(model["first"])(rows(), **inputs())
-    plans = [m.partition(" bytes for ")[2] for m in messages(caplog) if m.startswith("new plan")]
-    assert plans == [
-        "9 rows, of first, chain 0 to 2",
-        "5 rows, of second.0, chain router to experts.combine",
-        "9 rows, of 0.GroupedLinear (3 x 8 -> 8), 2.GroupedLinear (3 x 4 -> 8)",
     ]
 
 
@@ -168,24 +127,6 @@ def test_fusedmoe_log_fusion():
     assert f"WARNING fusedmoe.fusion.program.source: {declined}; it runs unfused" in lines
     assert not any("fusedmoe" in line for line in lines if line.startswith("DEBUG"))
     assert len([line for line in lines if "1. forward" in line]) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "environment", "debug"),
-    [
-        (SCRIPT, {"FUSEDMOE_LOG": "1,fusion"}, False),
-        (SCRIPT, {"TORCH_LOGS": "+fusedmoe"}, True),
-        ("import fusedmoe\n" + SCRIPT, {"TORCH_LOGS": "fusedmoe"}, False),  # whichever is imported first
-    ],
-)
-def test_levels_of_variables(script, environment, debug):
-    done = run(script, **environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("1. forward 0.GroupedLinear + 1.SwiGLU: toy.gemm_glu") == 1
-    assert ("toy.gemm_glu at forward [0, 2): toy.gemm_glu: FUSED" in done.stderr) is debug
-    wrong = "FUSEDMOE_LOG: expected 'fusion' or 'fusion:debug', got '1'"
-    assert done.stderr.count(wrong) == ("1" in environment.get("FUSEDMOE_LOG", ""))
 
 
 @pytest.mark.slow

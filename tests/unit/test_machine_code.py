@@ -30,7 +30,6 @@ OF_A_HANG = """
 """
 LOAD, EARLIER = "1 000000 LDS R8, [UR7+0xb0]", "- 000000 LDS.64 R4, [R2]"
 REMOTE = "- 000000 SYNCS.ARRIVE.TRANS64.RED.ART0 RZ, [UR4], R2"
-LOCAL = "- 000000 SYNCS.ARRIVE.TRANS64.ART0 RZ, [UR9+0x60], R0"
 USE = "- 000010 SHFL.IDX PT, R15, R8, RZ, 0x1f"
 END = "- 000000 EXIT"
 BRANCH, GO, LABEL = "- 000000 @P0 BRA `(.L_x_1)", "- 000000 BRA `(.L_x_1)", ".L_x_1"
@@ -63,24 +62,3 @@ def test_the_arrival_of_a_hang_is_found():
 )
 def test_releases(lines, unsafe):
     assert len(unsafe_releases(parse(sass(*lines, END)))) == unsafe
-
-
-@pytest.mark.parametrize(
-    ("lines", "memory", "unsafe"),
-    [
-        ((LOAD, LOCAL, USE), False, 0),
-        ((LOAD, LOCAL.replace("0x60", "0x80"), USE), False, 1),  # another barrier
-        ((LOAD, REMOTE.replace("UR4", "UR4+0x60"), USE), False, 1),  # of another CTA
-        ((LOAD, REMOTE, USE), True, 0),
-        ((LOAD, "0 000000 LDS R9, [UR7+0xc0]", REMOTE, USE), True, 1),  # other memory
-    ],
-)
-def test_memory_that_only_threads_write_may_be_released_early_in_the_own_cta(lines, memory, unsafe):
-    of_threads = (range(0xB0, 0xC0) if memory else range(0), range(0x40, 0x80))
-    assert len(unsafe_releases(parse(sass(*lines, END)), of_threads)) == unsafe
-    assert len(unsafe_releases(parse(sass(*lines, END)))) >= 1
-
-
-def test_an_unknown_jump_is_an_error():
-    with pytest.raises(AssertionError, match="no rule for 0010 BRX"):
-        unsafe_releases(parse(sass(LOAD, "- 000000 BRX R2", END)))

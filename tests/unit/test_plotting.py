@@ -51,31 +51,6 @@ def test_several_steps_are_a_column_each():
     torch.testing.assert_close(means, torch.ones_like(means), rtol=0, atol=0.11)
 
 
-@needs_matplotlib
-def test_it_draws_in_axes_that_are_given():
-    from fusedmoe.layers.plotting import new_figure
-
-    mine = new_figure(4, 3)
-    left, right = mine.subplots(1, 2)
-    assert fm.plot_expert_load(torch.tensor([1, 1]), axes=right) is mine
-    assert (len(left.get_images()), len(right.get_images())) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    ("loads", "said"),
-    [
-        (torch.zeros(2, 2, 2, 2), r"expected shape \(experts,\).*got \(2, 2, 2, 2\)"),
-        ([torch.zeros(2), torch.zeros(3)], r"expected equal shapes, got \(2,\), \(3,\)"),
-        ([], "got an empty list"),
-        ("load", "got str"),
-        ([3], "got int"),
-    ],
-)
-def test_other_loads_are_refused(loads, said):
-    with pytest.raises(fm.InputError, match=f"plot_expert_load: loads: .*{said}"):
-        fm.plot_expert_load(loads)
-
-
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)

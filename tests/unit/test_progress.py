@@ -1,7 +1,6 @@
 """The progress of long commands: a bar on a terminal, lines elsewhere, always on stderr."""
 
 import io
-import sys
 
 import pytest
 from rich.console import Console
@@ -50,12 +49,3 @@ def test_an_error_ends_it(terminal):
         interrupted()
     with counted(1, "kernels", shown) as advance:  # a second bar beside the first would raise
         advance("again")
-
-
-def test_it_goes_to_stderr(capsys):
-    with counted(2, "kernels") as advance:
-        advance("first")
-        sys.stdout.write("a result\n")
-    captured = capsys.readouterr()
-    assert captured.out == "a result\n"
-    assert captured.err.startswith("1/2 kernels, 0 s, first")

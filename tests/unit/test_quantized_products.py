@@ -4,8 +4,6 @@ nothing, which have no reason to read the offsets.
 Axes: R rows, E experts, K features in, N features out, P padded rows.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from kit.rounding import error_of_roundings
@@ -18,7 +16,6 @@ from fusedmoe.numerics import formats
 from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.numerics.formats.roles import ROLES, nvfp4_roles
 from fusedmoe.numerics.recipes import NVFP4, RECIPES
-from fusedmoe.ops import TensorSpec
 
 K, N = 48, 32
 SPLITS = (9, 0, 31, 21)  # no whole tile of 16 rows
@@ -149,21 +146,6 @@ def test_dense_products_under_every_recipe(emulation, name):
         assert error(got, want) < 3.5e-3  # in bf16, two roundings of the result, or one of an operand
 
 
-def test_dense_products_of_rows_with_several_leading_axes(emulation):
-    roles, x = ROLES["fp8_row"], torch.randn(2, 3, 5, K).bfloat16()
-    dy, weight = torch.randn(2, 3, 5, N).bfloat16(), fm.quantize(torch.randn(N, K).bfloat16(), roles.weight, -1)
-    for t in (x, dy):
-        t[1] *= 8  # scales differ
-    flat = fm.quantize(x.flatten(0, -2), roles.input, -1)
-    for of_rows, of_flat in ((x, x.flatten(0, -2)), (replace(flat, shape=tuple(x.shape)), flat)):
-        y = quantized_products.mm(of_rows, weight, weight_axis=-1)
-        assert y.shape == dy.shape
-        assert torch.equal(y.flatten(0, -2), quantized_products.mm(of_flat, weight, weight_axis=-1))
-    of_rows = fm.quantize(x.flatten(0, -2), roles.input, -2)
-    want = dy.flatten(0, -2).double().T @ of_rows.dequantize().double()
-    assert error(quantized_products.mm_wgrad(dy, of_rows), want) < 5e-3
-
-
 # --- where products are emulated in bf16 ---------------------------------------------------------------------------
 
 
@@ -255,11 +237,3 @@ def test_a_chain_without_rows_reads_no_offsets(emulation, name, dtype):
         assert t.grad.shape == t.shape
         assert t.grad.dtype is t.dtype
         assert not t.grad.any()
-
-
-def test_explain_knows_that_a_call_without_rows_reads_nothing():
-    gpu, fc = torch.device("cuda", 0), fm.GroupedLinear(3, K, N, bias=True)
-    for op in (fc, *fc.backward_ops()):
-        sums_alone = type(op).__name__ == "BiasGrad"
-        assert op.host_sync(TensorSpec((8, K), torch.float32), gpu) is not sums_alone  # no such product on any GPU
-        assert op.host_sync(TensorSpec((0, K), torch.float32), gpu) is False

@@ -1,7 +1,5 @@
 """Quantized values in a plan: the tensors of each form have the shapes and dtypes that their spec announces."""
 
-import copy
-
 import pytest
 import torch
 from kit.splits import ends
@@ -58,15 +56,3 @@ def test_autograd_saves_tensors_alone(recipe):
     assert sum(t.nbytes for t in saved) == plan.kept_bytes + sum(
         t.nbytes for t, name in zip(saved, y.grad_fn.call.plan.saved_tensors, strict=True) if "weight" in name
     )
-
-
-@pytest.mark.parametrize("name", QUANTIZERS)
-def test_a_copied_quantizer_gives_the_same_codes(name):
-    """A deep copy of a module copies the formats of its ops."""
-    quantizer = QUANTIZERS[name]
-    x, random_bits = torch.randn(48, 64), torch.randint(0, 256, (48, 64), dtype=torch.uint8)
-    options = {"random_bits": random_bits} if quantizer.stochastic_rounding else {}
-    found = [fm.quantize(x, q, **options) for q in (quantizer, copy.deepcopy(quantizer))]
-    for a, b in zip(*[q.tensors() for q in found], strict=True):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-    assert torch.equal(*[q.dequantize() for q in found])

@@ -11,7 +11,6 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe.call import quantization
-from fusedmoe.call.chain import Chain
 from fusedmoe.numerics.formats import (
     E2M1,
     E4M3,
@@ -88,11 +87,6 @@ def test_names_and_defaults():
         op = fm.Quantize(name, name, name)
         assert (op.quantizer, op.weight_quantizer, op.grad_quantizer) == ROLES[name]
     assert list(ROLES) == list(CLASSES)
-    assert FP8Tensor() == FP8Tensor("fp8_tensor", hybrid=True, power_of_two=False, delayed=None)
-    assert FP8Row() == FP8Row("fp8_row", hybrid=False, power_of_two=False)
-    assert FP8Block() == FP8Block("fp8_block", hybrid=False, power_of_two=True, amax_epsilon=0.0)
-    assert MXFP8() == MXFP8("mxfp8", hybrid=False, scale_rule="rceil", weight_2d=False)
-    assert NVFP4() == NVFP4("nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True)
 
 
 def q(format, **options):
@@ -108,11 +102,9 @@ ROTATED, DRAWN = {"hadamard": True}, {"hadamard": True, "stochastic_rounding": T
     [
         (Recipe(), None, None, None),
         (FP8Tensor(), q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor(E5M2))),
-        (FP8Tensor(hybrid=False), q(fp8_tensor()), q(fp8_tensor()), q(fp8_tensor())),
-        (FP8Tensor(power_of_two=True), q(fp8_tensor(E4M3, True)), q(fp8_tensor(E4M3, True)), q(fp8_tensor(E5M2, True))),
         (
-            FP8Tensor(**DELAYED),
-            q(fp8_tensor(), **DELAYED), q(fp8_tensor(), **DELAYED), q(fp8_tensor(E5M2), **DELAYED),
+            FP8Tensor(power_of_two=True, **DELAYED),
+            *[q(fp8_tensor(E4M3, True), **DELAYED)] * 2, q(fp8_tensor(E5M2, True), **DELAYED),
         ),
         (
             FP8Row(hybrid=True, power_of_two=True),
@@ -138,8 +130,7 @@ def test_fields_say_what_each_operand_becomes(recipe, input, weight, grad):
 
 VARIANTS = [
     *CLASSES.values(), lambda: FP8Tensor(hybrid=False), lambda: FP8Tensor(power_of_two=True),
-    lambda: FP8Row(hybrid=True), lambda: FP8Row(power_of_two=True), lambda: FP8Block(hybrid=True),
-    lambda: FP8Block(power_of_two=False), lambda: FP8Block(amax_epsilon=1e3), lambda: MXFP8(hybrid=True),
+    lambda: FP8Row(power_of_two=True), lambda: FP8Block(amax_epsilon=1e3), lambda: MXFP8(hybrid=True),
     lambda: MXFP8(scale_rule="floor"), lambda: MXFP8(weight_2d=True), lambda: NVFP4(hadamard=False),
     lambda: NVFP4(weight_2d=False), lambda: NVFP4(stochastic_rounding=False),
     lambda: FP8Tensor(delayed=Delayed(4)), lambda: Custom(grad=q(mxfp8(E5M2))), Recipe,
@@ -198,19 +189,6 @@ def test_names_with_an_unquantized_wgrad(name):
     assert f"recipe='{text}'" in repr(fm.Linear(H, H, recipe=text))
 
 
-def test_other_fields_stay(monkeypatch):
-    recipe = FP8Tensor(hybrid=False, delayed=Delayed(3), wgrad="bf16")
-    assert recipe.roles().grad == q(fp8_tensor(), delayed=Delayed(3), wgrad="bf16")
-    assert shortest(recipe) is recipe
-    quantizers = Custom("mine", input=q(mxfp8())).roles()
-    assert quantizers.with_wgrad("bf16") == (q(mxfp8(), wgrad="bf16"), None, None)
-    assert quantizers.with_wgrad("bf16").with_wgrad("quantized") == quantizers
-    monkeypatch.setitem(RECIPES, "mine", Custom("mine"))  # without the field
-    assert named("mine") == Custom("mine")
-    assert named("mine:wgrad=bf16") is None
-    assert named("bf16") is BF16
-
-
 # --- what they insert ----------------------------------------------------------------------------------------------
 
 
@@ -222,11 +200,9 @@ def test_what_a_recipe_puts_around_a_layer():
         "2:weight.Quantize", "2:input.Quantize", "2.GroupedLinear", "2:grad.Quantize",
     ]  # fmt: skip
     assert rewritten("bf16", up, act, down) == ["0.GroupedLinear", "1.SwiGLU", "2.GroupedLinear"]
-    assert rewritten("mxfp8", fm.Linear(H, H), fm.Linear(H, H)) == [
+    assert rewritten("mxfp8", fm.Linear(H, H)) == [
         "0:weight.Quantize", "0:input.Quantize", "0.Linear", "0:grad.Quantize",
-        "1:weight.Quantize", "1:input.Quantize", "1.Linear", "1:grad.Quantize",
     ]  # fmt: skip
-    assert rewritten("mxfp8", act, fm.Scale("s")) == ["0.SwiGLU", "1.Scale"]
     assert "0:input.Quantize" in rewritten("mxfp8", type("Mine", (fm.GroupedLinear,), {})(E, H, H))
 
 
@@ -235,13 +211,11 @@ def test_what_a_recipe_puts_around_a_layer():
     [
         ([("mxfp8", None, None)], [], ["1:weight", "0", "1", "1:grad"]),
         ([(None, None, "mxfp8")], [], ["0", "1:input", "1", "1:grad"]),
-        ([("mxfp8", None, None), (None, None, "mxfp8")], [], ["0", "1", "2", "2:grad"]),
         ([], [(None, "mxfp8", None)], ["0:weight", "0:input", "0", "1"]),
-        ([], [("mxfp8", None, None)], ["0:weight", "0:input", "0", "0:grad", "1"]),
         ([("mxfp8", None, "mxfp8")], [(None, "mxfp8", None)], ["0", "1", "2"]),
         ([(None, "mxfp8", None)], [], ["0", "1:weight", "1:input", "1", "1:grad"]),
     ],
-    ids=["rows", "weight", "in two ops", "gradient", "rows after", "all", "a gradient before"],
+    ids=["rows", "weight", "gradient", "all", "a gradient before"],
 )
 def test_a_recipe_fills_in_what_an_op_of_the_chain_leaves(before, after, expected):
     ops = [*(fm.Quantize(*a) for a in before), fm.GroupedLinear(E, H, H), *(fm.Quantize(*a) for a in after)]
@@ -299,15 +273,6 @@ def test_a_layers_own_recipe_holds_whatever_is_around(kind, around):
     assert torch.equal(own(x, **named), other(x, **named))
 
 
-def test_a_layers_recipe_is_in_its_text_and_its_copies():
-    for make, _ in LAYERS.values():
-        assert "recipe" not in repr(make())
-        assert "recipe=NVFP4(" in repr(make(recipe=NVFP4(hadamard=False)))
-        assert "recipe='nvfp4'" in repr(make(recipe=NVFP4()))
-        assert copy.deepcopy(make(recipe="mxfp8")).recipe == MXFP8()
-        assert "recipe" not in make(recipe="mxfp8").state_dict()
-
-
 def test_an_override_of_rewrite_replaces_the_insertion_by_roles():
     @dataclasses.dataclass(frozen=True)
     class AllButTheFirst(MXFP8):
@@ -322,18 +287,6 @@ def test_an_override_of_rewrite_replaces_the_insertion_by_roles():
     ]  # fmt: skip
     with pytest.raises(NotImplementedError, match=r"MXFP8 does not override rewrite"):
         MXFP8().rewrite(())
-
-
-def test_roles_of_another_type_are_refused_by_the_recipes_name():
-    @dataclasses.dataclass(frozen=True)
-    class Mine(Recipe):
-        name: str = "mine"
-
-        def roles(self):
-            return None, None, None
-
-    with fm.recipe(Mine()), pytest.raises(fm.InputError, match=r"recipe 'mine': roles\(\) must return .*Roles, got"):
-        experts()(rows(), splits=SPLITS)
 
 
 class Block(nn.Module):
@@ -403,31 +356,22 @@ def test_routers_and_gates_are_quantized_by_nobody():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: fm.Quantize("fp7"),
-            "forward: expected .* one of 'fp8_tensor', .*, which may end in ':wgrad=bf16', got",
-        ),
         (lambda: resolve("fp7"), "Recipe.*, or one of 'bf16', .*'nvfp4', .* except 'bf16', got 'fp7'"),
-        (lambda: fm.Quantize(3), "Quantize: forward: expected a Quantizer, a Format, a name or None, got 3"),
         (lambda: fm.Quantize(weight=q(nvfp4(), hadamard=True)), "weight: expected a quantizer without hadamard"),
         (lambda: fm.Quantize(weight=q(nvfp4(), stochastic_rounding=True)), "weight: .* rounds to nearest"),
         (lambda: fm.quantize(torch.ones(2, 2), q(fp8_tensor(), delayed=Delayed())), "encode: .* delayed .*, got None"),
         (lambda: q(mxfp8(), stochastic_rounding=True), "stochastic_rounding: expected a format of e2m1, got mxfp8"),
         (lambda: q(fp8_row(), hadamard=True), "hadamard: expected blocks of one row, got fp8 e4m3 per-row"),
-        (lambda: q(nvfp4(16), hadamard=True), "hadamard: expected blocks of one row, got nvfp4"),
         (lambda: q(fp8_row(), delayed=Delayed()), "delayed: expected a format with one scale per tensor, got fp8"),
-        (lambda: Format("f", E4M3, (0, 32), ScaleRule.FP32), "Format 'f': block: expected positive sizes"),
         (lambda: Format("f", E4M3, (1, None), ScaleRule.RCEIL), "block: expected a size along, .* 'rceil'"),
         (lambda: Format("f", E4M3, (2, None), ScaleRule.FP32), "block: expected 1 or None across"),
         (lambda: Format("f", E4M3, (1, 32), ScaleRule.FP32, True), "tensor_scale: expected False .* 'fp32', got True"),
         (lambda: Format("f", E2M1, (1, 16), ScaleRule.TWO_LEVEL), "tensor_scale: expected True .* got False"),
         (lambda: Format("f", E2M1, (1, 16), ScaleRule.FP32), "element: expected e2m1 for the rule 'two level'"),
-        (lambda: Format("f", E4M3, (1, 16), ScaleRule.TWO_LEVEL, True), "element: expected e2m1 .* 'two level'"),
         (lambda: Format("f", E4M3, (1, 32), ScaleRule.RCEIL, amax_epsilon=1.0), "amax_epsilon: .* not fp32, got 1.0"),
         # wgrad="bf16"
         (lambda: q(nvfp4(), hadamard=True, wgrad="bf16"), "hadamard: expected False for wgrad='bf16'"),
         (lambda: fm.Quantize(weight=q(mxfp8(), wgrad="bf16")), "weight: expected a quantizer with wgrad='quantized'"),
-        (lambda: MXFP8().roles().with_wgrad("fp8"), "Quantizer: wgrad: expected 'quantized' or 'bf16', got 'fp8'"),
         (lambda: resolve("bf16:wgrad=bf16"), "may end in ':wgrad=bf16' except 'bf16', got 'bf16:wgrad=bf16'"),
         *[
             (lambda name=name: resolve(name), f"expected a Recipe, .* got '{name}'")
@@ -457,21 +401,6 @@ def test_a_weight_is_that_of_the_layer_after(ops, message):
 
 
 # --- what is said --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_strict_has_nothing_to_say_of_quantized_chains(name, builtin_rules):
-    chain, x = experts(dtype=torch.bfloat16), rows(torch.bfloat16)
-    with fm.recipe(name), fm.strict():
-        chain(x, splits=SPLITS).sum().backward()
-    assert x.grad.any()
-
-
-def test_a_recipe_keeps_the_arguments_of_a_chain():
-    nodes = [Node("fc", fm.GroupedLinear(E, H, H)), Node("s", fm.Scale("probs"))]
-    chain = Chain(nodes)
-    assert chain.rewritten(MXFP8()).arguments[1:] == chain.arguments[1:]
-    assert chain.inputs == ("splits", "probs")
 
 
 def test_autocast_casts_what_a_recipe_then_quantizes():

@@ -1,7 +1,6 @@
 """The router's balance bias is fp32 through every module cast, move, load and assignment."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -25,10 +24,8 @@ def assert_small_steps_add_up(router):
 
 CASTS = {
     "bfloat16": lambda m: m.bfloat16(),
-    "half": lambda m: m.half(),
     "double": lambda m: m.double(),
     "to dtype": lambda m: m.to(BF16),
-    "to device and dtype": lambda m: m.to("cpu", BF16),
     "to like a tensor": lambda m: m.to(torch.zeros(1, dtype=BF16)),
     "type": lambda m: m.type(BF16),
 }
@@ -57,16 +54,6 @@ def test_meta_to_empty_and_back_to_a_device():
     assert router.to("meta", BF16).balance_bias.dtype is torch.float32
 
 
-def test_under_another_default_dtype():
-    torch.set_default_dtype(BF16)
-    try:
-        router = moe().router.to(BF16)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert router.weight.dtype is BF16
-    assert router.balance_bias.dtype is torch.float32
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_checkpoint_in_bf16_is_loaded_into_fp32(assign):
     state = {name: t.bfloat16() for name, t in moe().state_dict().items()}
@@ -92,15 +79,6 @@ def test_one_that_is_set_copied_shared_or_absent():
     assert router.weight.dtype is BF16
 
 
-def test_a_cast_layer_routes_and_updates():
-    layer = moe().bfloat16()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, stats = layer(torch.randn(6, 16, dtype=BF16), return_stats=True)
-    layer.router.update_bias(stats.load)
-    assert layer.router.balance_bias.dtype is torch.float32
-
-
 @pytest.mark.parametrize("of_data", [True, False])
 def test_small_steps_add_up_after_a_cast_that_goes_past_the_module(of_data):
     """FSDP1, DDP and accelerate cast buffers so."""
@@ -115,11 +93,11 @@ def test_small_steps_add_up_after_a_cast_that_goes_past_the_module(of_data):
     assert router.balance_bias is buffer
 
 
-FLOATS = (torch.float64, torch.float16, BF16, torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-@pytest.mark.parametrize("tokens", [torch.float64, torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "tokens"),
+    [(torch.float64, BF16), (BF16, torch.float64), (torch.float8_e4m3fn, torch.float32)],
+    ids=str,
+)
 def test_the_choice_takes_a_bias_of_any_floating_dtype(dtype, tokens):
     router = moe(dtype=tokens).router
     values = torch.tensor([2.0, -4.0, 0.0, 4.0])  # larger than any difference of two scores

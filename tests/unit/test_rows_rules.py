@@ -9,7 +9,6 @@ import fusedmoe as fm
 from fusedmoe import Status
 from fusedmoe.builtin_rules import BUILTIN, ROWS
 from fusedmoe.builtin_rules.requirements import OnSm90, OnSm100
-from fusedmoe.commands import doctor
 from fusedmoe.fusion.language.registry import why_unavailable
 from fusedmoe.kernels.sm100 import package
 
@@ -54,17 +53,6 @@ def test_each_is_one_rule_for_two_architectures(verified):
     for missing, wanted in (("needs a package", f"needs a package; {UNVERIFIED}"), (None, UNVERIFIED)):
         verified(missing, UNVERIFIED)
         assert {why_unavailable(rule, CUDA, 100, ()) for rule in RULES} == {(wanted, "machine")}
-
-
-@pytest.mark.parametrize("reason", [None, UNVERIFIED])
-def test_doctor_lists_them(reason, verified, monkeypatch):
-    verified(unverified=reason)
-    monkeypatch.setattr(doctor, "arch_of", lambda device: 100)
-    kernels = {kernel.name: kernel for kernel in doctor.kernel_lines([]) if kernel.name in NAMES}
-    assert kernels.keys() == NAMES
-    for kernel in kernels.values():
-        assert kernel.available == (reason is None)
-        assert kernel.note.endswith("a fusion rule" if reason is None else reason)
 
 
 def plan_of(arch, monkeypatch):

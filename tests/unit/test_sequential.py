@@ -1,7 +1,5 @@
 """`Sequential` as a container: it behaves like `torch.nn.Sequential`."""
 
-from collections import OrderedDict
-
 import pytest
 import torch
 from kit.toy import E, H, I, assert_same, experts, inputs, outcome, rows
@@ -68,22 +66,6 @@ def test_sums_and_multiples_are_sequentials():
         first * 0
 
 
-def test_from_an_ordered_dict():
-    up, act, down = experts()
-    chain = fm.Sequential(OrderedDict(up=up, act=act, down=down))
-    assert chain.up is up
-    assert list(chain.state_dict()) == ["up.weight", "down.weight"]
-    plan = chain.explain(rows(), **inputs()).plans[0]
-    assert [s.ops for s in plan.steps[:3]] == [("up.GroupedLinear",), ("act.SwiGLU",), ("down.GroupedLinear",)]
-
-
-def test_without_ops_it_is_the_identity():
-    x = rows()
-    assert fm.Sequential()(x) is x
-    with pytest.raises(fm.InputError, match="no op takes the runtime input 'splits'"):
-        fm.Sequential()(x, **inputs())
-
-
 def test_a_nested_sequential_counts_as_its_ops():
     up, act, down = experts()
     flat, nested = fm.Sequential(up, act, down), fm.Sequential(up, fm.Sequential(act, down))
@@ -95,17 +77,3 @@ def test_a_nested_sequential_counts_as_its_ops():
     ]  # fmt: skip
     renamed = {"1.1.weight": "2.weight"}
     assert_same({renamed.get(k, k): v for k, v in outcome(nested, x, **named).items()}, outcome(flat, x, **named))
-
-
-def test_the_same_op_twice_gets_both_gradients():
-    square = fm.GroupedLinear(E, H, H, dtype=torch.float64)
-    chain = fm.Sequential(square, fm.SquaredReLU(), square)
-    x, named = rows(), inputs()
-    got = outcome(chain, x, **named)
-
-    twin = fm.GroupedLinear(E, H, H, dtype=torch.float64)
-    twin.load_state_dict(square.state_dict())
-    expected = outcome(fm.Sequential(square, fm.SquaredReLU(), twin), x, **named)
-    expected["0.weight"] = expected["0.weight"] + expected.pop("2.weight")
-    assert_same(got, expected)
-    assert list(chain.state_dict()) == ["0.weight", "2.weight"]

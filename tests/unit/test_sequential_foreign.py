@@ -51,13 +51,6 @@ def test_what_dispatch_provides_crosses_a_split_with_its_gradients(where):
     assert split.runtime_inputs == whole.runtime_inputs == ("expert_index", "expert_weight")
 
 
-def test_a_value_nobody_wants_is_not_exported():
-    chain = fm.Sequential(fm.Dispatch(), *experts(), nn.Identity(), fm.Combine(weights=None))
-    dispatch = chain.explain(tokens(), **routing()).plans[0]
-    assert not any("probs" in value for value in dispatch.kept)
-    assert chain(tokens(), **routing()).shape == (6, H)
-
-
 class Returning(nn.Module):
     def __init__(self, give):
         super().__init__()
@@ -97,12 +90,3 @@ def test_compiled_after_another_with_a_module_that_dynamo_does_not_trace():
     x = torch.randn(3, 4)
     for chain in (fm.Sequential(fm.Linear(4, 4), nn.GRU(4, 4)), fm.Sequential(fm.Linear(4, 4), nn.Tanh())):
         torch.testing.assert_close(torch.compile(chain, backend="eager")(x), chain(x))
-
-
-def test_modules_may_hand_anything_to_each_other_and_to_the_caller():
-    pair = Returning(lambda x: (x, 2 * x))
-    x = torch.randn(3, 4)
-    total = fm.Sequential(fm.SquaredReLU(), pair, Returning(sum), fm.SquaredReLU())
-    torch.testing.assert_close(total(x), (3 * x.clamp(min=0) ** 2) ** 2)
-    last = fm.Sequential(fm.SquaredReLU(), pair)(x)
-    torch.testing.assert_close(last, (x.clamp(min=0) ** 2, 2 * x.clamp(min=0) ** 2))

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from kit.toy import E, H, assert_same, experts, gemm, inputs, outcome, rows, rules_used
+from kit.toy import assert_same, experts, gemm, inputs, outcome, rows, rules_used
 from torch.nn.modules import module as torch_module
 
 import fusedmoe as fm
@@ -59,22 +59,6 @@ def test_full_backward_hooks_run(setup):
     assert [tuple(g.shape) for g in seen[1]] == [(9, 8), (9, 4)]
 
 
-def test_a_pre_hook_on_a_dispatch_that_takes_its_experts_from_the_chain():
-    chain = fm.Sequential(fm.Dispatch(), *experts(), fm.Combine())
-    x = torch.randn(5, H, dtype=torch.float64, requires_grad=True)
-    named = {
-        "expert_index": torch.tensor([[0, 2], [2, 1], [1, 0], [E, 2], [0, 1]]),
-        "expert_weight": torch.rand(5, 2, dtype=torch.float64, requires_grad=True),
-    }
-    before = outcome(chain, x, **named)
-    seen = []
-    chain[0].register_forward_hook(lambda m, _args, out: seen.append((m, set(out[1]))))
-    assert_same(outcome(chain, x, **named), before)
-    assert len(seen) == 1
-    assert isinstance(seen[0][0], fm.Dispatch)
-    assert seen[0][1] == {"splits", "probs", "row_of_slot", "slot_of_row", "token_of_row"}
-
-
 def test_a_replaced_forward_runs(setup):
     """As accelerate does it: the instance's forward wraps the class's."""
     chain, x, named, before = setup
@@ -112,13 +96,3 @@ def test_global_hooks_run_for_every_op(setup):
         assert_same(outcome(chain, x, **named), before)
         assert seen == [fm.GroupedLinear, fm.SwiGLU, fm.GroupedLinear, fm.Sequential]
     assert titles(chain, x, **named) == ["chain 0 to 2"]
-
-
-def test_hooks_of_a_nested_sequential_run(setup):
-    chain, x, named, before = setup
-    nested = fm.Sequential(chain[0], fm.Sequential(chain[1], chain[2]))
-    seen = []
-    nested[1].register_forward_hook(lambda _m, _args, kwargs, _out: seen.append(set(kwargs)), with_kwargs=True)
-    got = outcome(nested, x, **named)
-    assert_same({k.replace("1.1.", "2."): v for k, v in got.items()}, before)
-    assert seen == [{"splits"}]

@@ -12,7 +12,6 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe import InputError
-from fusedmoe.base.process_state import ProcessState
 
 COPIES = {
     "deepcopy": copy.deepcopy,
@@ -28,17 +27,6 @@ def _saved_and_loaded(module):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_is_seen_by_the_next_call(assign):
-    chain, other = experts(), experts()
-    x, named = rows(), inputs()
-    before = outcome(chain, x, **named)
-    chain.load_state_dict(other.state_dict(), assign=assign)
-    after = outcome(chain, x, **named)
-    assert not torch.equal(before["y"], after["y"])
-    assert_same(after, outcome(other, x, **named))
-
-
 @pytest.mark.parametrize("how", COPIES)
 def test_copies(how):
     chain = fm.Sequential(fm.Scale("probs"), *experts())
@@ -50,16 +38,6 @@ def test_copies(how):
     assert type(twin) is fm.Sequential
     assert twin[1].weight is not chain[1].weight
     assert_same(outcome(twin, x, **named), outcome(chain, x, **named))
-
-
-@pytest.mark.parametrize("how", [copy.copy, *COPIES.values()])
-def test_a_copy_has_a_process_state_of_its_own(how):
-    chain = experts()
-    chain(rows(), **inputs())
-    chain[1](torch.randn(3, 2 * I))
-    for module in (chain, chain[1]):
-        assert module._of_process.partition is not None
-        assert how(module)._of_process == ProcessState()
 
 
 @pytest.mark.parametrize("materialize", ["to_empty", "assign"])
@@ -86,11 +64,6 @@ def test_a_call_on_the_meta_device_gives_meta_outputs():
             expert_weight=torch.empty(5, 2),
         )
     assert (y.device.type, tuple(y.shape), y.dtype) == ("meta", (5, H), torch.bfloat16)
-
-
-def test_meta_rows_with_parameters_elsewhere_are_refused():
-    with pytest.raises(InputError, match=r"0\.weight.*expected on meta, where the rows are, got on cpu"):
-        experts()(rows().to("meta"), splits=torch.empty(E, dtype=torch.int64, device="meta"))
 
 
 def test_rows_of_another_dtype_than_the_weight_are_refused():
@@ -131,14 +104,6 @@ def test_a_bias_may_appear_and_go():
     assert torch.equal(chain(x, **named), y)
 
 
-def test_functional_call():
-    chain, other, x, named = experts(), experts(), rows(), inputs()
-    chain(x, **named)
-    parameters = {name: p.detach() for name, p in other.named_parameters()}
-    got = torch.func.functional_call(chain, parameters, (x,), named)
-    torch.testing.assert_close(got, other(x, **named))
-
-
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight
@@ -159,16 +124,3 @@ def test_a_parametrized_weight_is_read_through_its_parametrization():
     assert "got ParametrizedGroupedLinear, a subclass of GroupedLinear" in toy.status(plan, "toy.gemm", 0)[1]
     torch.testing.assert_close(got["y"], want["y"])
     torch.testing.assert_close(got["0.parametrizations.weight.original"], 2 * want["0.weight"])
-
-
-def test_a_dispatch_follows_a_changed_number_of_experts():
-    """Without a number of its own, it takes that of the next grouped op, also if this changes after a call."""
-    chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(4, 8, 8), fm.Combine())
-    x, named = torch.randn(6, 8), {"expert_index": torch.randint(6, (6, 2)), "expert_weight": torch.rand(6, 2)}
-    chain(x, **named)
-    chain[1].num_groups, chain[1].weight = 6, nn.Parameter(torch.randn(6, 8, 8))
-    expected = fm.Sequential(fm.Dispatch(6), chain[1], fm.Combine())(x, **named)
-    assert torch.equal(chain(x, **named), expected)
-    chain[0].num_experts = 3
-    with pytest.raises(InputError, match=r"splits: expected shape \(6,\), one count per expert, got \(3,\)"):
-        chain(x, **named)

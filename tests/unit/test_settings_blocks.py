@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import contextvars
 import gc
 import os
 import sys
@@ -60,12 +59,6 @@ def nested_blocks():
         pass
 
 
-def a_block_kept_in_a_variable():
-    block = fm.disabled("a.*")
-    with block:
-        pass
-
-
 @fm.recipe("mxfp8")
 def a_decorated_function():
     assert settings.current().recipe.name == "mxfp8"
@@ -82,7 +75,7 @@ def a_block_in_a_generator():
 
 @pytest.mark.parametrize(
     "function",
-    [one_block, nested_blocks, a_block_kept_in_a_variable, a_decorated_function, a_block_in_a_generator],
+    [one_block, nested_blocks, a_decorated_function, a_block_in_a_generator],
     ids=lambda f: f.__name__,
 )
 def test_an_interrupt_at_any_instruction_leaves_no_setting(function):
@@ -141,35 +134,20 @@ def test_the_inner_settings_stay_when_an_outer_generator_is_closed():
 
 
 def test_a_generator_that_is_closed_in_another_thread():
-    with pytest.raises(KeyError), fm.recipe("mxfp8"):
-        raise KeyError
     generator = held(fm.recipe("mxfp8"))
     next(generator)
     assert settings.current().recipe.name == "mxfp8"
     seen = []
 
     def close():
-        try:
-            generator.close()
-            seen.append((settings.current(), settings.thread.key))
-        except BaseException as error:  # noqa: BLE001  (told by the main thread)
-            seen.append(error)
+        generator.close()
+        seen.append((settings.current(), settings.thread.key))
 
     thread = threading.Thread(target=close)
     thread.start()
     thread.join()
     assert seen == [(DEFAULT, "")]
     assert settings.current() == DEFAULT
-
-
-def test_a_generator_that_is_closed_in_another_context():
-    generator = held(fm.recipe("mxfp8"))
-    context = contextvars.copy_context()
-    context.run(next, generator)
-    assert settings.current() == DEFAULT
-    assert context.run(settings.current).recipe.name == "mxfp8"
-    generator.close()
-    assert context.run(settings.current) == DEFAULT
 
 
 def test_an_asynchronous_generator_that_the_event_loop_closes():
@@ -191,13 +169,6 @@ def test_an_asynchronous_generator_that_the_event_loop_closes():
     assert asyncio.run(main()) == DEFAULT
 
 
-def test_a_context_that_was_copied_within_a_block_keeps_no_setting_after_it():
-    with fm.recipe("mxfp8"):
-        context = contextvars.copy_context()
-        assert context.run(settings.current).recipe.name == "mxfp8"
-    assert context.run(settings.current) == DEFAULT
-
-
 def test_a_block_may_be_entered_again_and_within_itself():
     block = fm.disabled("a")
     for _ in range(2):
@@ -210,16 +181,6 @@ def test_a_block_may_be_entered_again_and_within_itself():
     with pytest.raises(RuntimeError, match="already entered"):
         block.__enter__()
     block.__exit__(None, None, None)
-    assert settings.current() == DEFAULT
-
-
-def test_a_decorated_function_has_its_settings_in_every_call():
-    @fm.disabled("a")
-    def names(depth):
-        return [settings.current().disabled, *(names(depth - 1) if depth else ())]
-
-    for _ in range(2):
-        assert names(1) == [("a",), ("a", "a")]
     assert settings.current() == DEFAULT
 
 

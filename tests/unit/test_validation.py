@@ -164,19 +164,8 @@ CONSTRUCTORS = {
 
 # they become no attributes of that name that may be set
 ONLY_OPS = (
-    grouped,
-    linear,
-    fm.SwiGLU,
-    fm.ReGLU,
-    fm.GeGLU,
-    fm.Scale,
-    fm.Dispatch,
-    fm.Combine,
-    router,
-    down,
-    up,
-    sequential,
-)
+    grouped, linear, fm.SwiGLU, fm.ReGLU, fm.GeGLU, fm.Scale, fm.Dispatch, fm.Combine, router, down, up, sequential,
+)  # fmt: skip
 NOT_KEPT = {"bias", "device", "dtype", "balance_bias"}
 ARGUMENTS = [(make, name) for make, arguments in CONSTRUCTORS.items() for name in arguments]
 LATER = [(make, name) for make, name in ARGUMENTS if make in ONLY_OPS and name not in NOT_KEPT]
@@ -198,19 +187,6 @@ def test_an_attribute_that_is_set_later_is_refused_and_stays(make, name):
         with pytest.raises(fm.InputError, match=f"{name}.*: expected "):
             setattr(module, name, value)
         assert getattr(module, name) is before
-
-
-def test_numbers_of_numpy_are_kept_as_plain_ones():
-    layer = moe(hidden=np.int64(8), top_k=np.int32(2), scale=np.float32(2.5), shared_intermediate=np.int16(4))
-    assert type(layer.router.top_k) is int
-    assert type(layer.router.scale) is float
-    assert layer(torch.randn(3, 8)).shape == (3, 8)
-    op = fm.SwiGLU(limit=np.float64(7), interleaved=np.bool_(True))
-    assert type(op.limit) is float
-    assert op.interleaved is True
-    assert "np." not in op.describe() + grouped(num_groups=np.int64(2)).describe()
-    assert type(Delayed(history=np.int64(4)).history) is int
-    assert sequential(sm_margin=np.int64(4)).sm_margin == 4
 
 
 def test_a_router_s_numbers_fit_together_also_later():
@@ -240,59 +216,12 @@ def test_names_of_runtime_inputs_stay_as_they_were_made():
     assert scale(torch.ones(2, 2), probs=torch.full((2,), 3.0)).sum() == 12
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "said"),
-    [
-        ("num_experts", 8, "expected 4, which cannot be changed, got 8; construct a new Router"),
-        ("hidden", 16, "expected 8, which cannot be changed, got 16; construct a new Router"),
-        ("balance_bias", torch.zeros(7), r"expected a tensor of shape \(4,\) or None, got a tensor of shape \(7,\)"),
-        ("balance_bias", torch.zeros(1), r"expected a tensor of shape \(4,\)"),
-        ("balance_bias", 0, r"expected a tensor of shape \(4,\) or None, got 0"),
-        ("bias", "7", "expected a tensor or None, got '7'"),
-    ],
-)
-def test_a_router_refuses_what_its_weight_does_not_fit(name, value, said):
-    for r in (router(bias=True, balance_bias=True), router(balance_bias=False)):
-        x = torch.randn(5, 8)
-        before = r(x)
-        with pytest.raises(fm.InputError, match=f"Router: {name}: {said}"):
-            setattr(r, name, value)
-        assert torch.equal(r(x).logits, before.logits)
-
-
-@pytest.mark.parametrize("name", ["router", "experts", "shared", "shared_gate"])
-def test_the_parts_of_a_layer_stay_modules(name):
-    for layer in (moe(), moe(shared_intermediate=4, shared_gate=True)):
-        with pytest.raises(fm.InputError, match=f"MoE: {name}: expected a module.*, got int"):
-            setattr(layer, name, 0)
-    layer.shared = None
-    assert layer(X).shape == X.shape
-
-
 def test_reserved_names():
     assert len(DERIVED) >= 3
     assert all(map(reserved, DERIVED))
     with pytest.raises(fm.InputError, match="Scale: name: expected the name of a runtime input") as error:
         fm.Scale("output")
     assert all(f"'{name}'" in str(error.value) for name in ("input", "weight", "offsets", "splits", "grad_"))
-
-
-@pytest.mark.parametrize("where", ["runtime_inputs", "provides"])
-@pytest.mark.parametrize("name", ["output", "grad_input", "scale", "a.b", 3])
-def test_an_op_of_a_third_party_may_not_use_them_either(where, name):
-    class Mine(fm.Op):
-        parameter_names = ("scale",)
-
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def compute(self, x, scale, *more):
-            return x * scale
-
-    setattr(Mine, where, (name,))
-    with pytest.raises(fm.InputError, match=rf"0\.Mine: {where}: expected identifiers other than 'input'.*, got"):
-        fm.Sequential(Mine())(torch.ones(2, 2))
 
 
 X = torch.ones(4, 8)
@@ -312,7 +241,6 @@ FUNCTIONS = {
     "explain dtype": (lambda v: fm.explain(moe(), arch=90, dtype=v), ["bf16", torch.int32, 16], "dtype"),
     "keep_in_bf16 model": (fm.keep_in_bf16, NO_MODULES, "model"),
     "keep_in_bf16 first": (lambda v: fm.keep_in_bf16(moe(), first=v), [-1, 2, True, 1.0, "1", None], "first"),
-    "keep_in_bf16 last": (lambda v: fm.keep_in_bf16(moe(), last=v), [-1, 2, True, 1.0, "1", None], "last"),
     "weight_cache_bytes": (fm.weight_cache_bytes, NO_MODULES, "module"),
     "clear_weight_cache": (fm.clear_weight_cache, NO_MODULES, "module"),
     "recipe": (fm.recipe, [None, "fp9", 3, True, ["mxfp8"], np.array(["mxfp8", "a"]), MXFP8], "recipe"),
@@ -340,10 +268,8 @@ FUNCTIONS = {
     "MoE explain x": (lambda v: moe().explain(v), [None, torch.ones(2, 7)], "x"),
     "Sequential x": (lambda v: sequential()(v, splits=torch.tensor([1, 1])), [None, [1.0], 3], "x"),
     "op x": (lambda v: fm.SwiGLU()(v), [None, [1.0], 3], "x"),
-    **{
-        f"{type(op).__name__} dtype": (lambda v, op=op: op(v), [X.int(), X.bool(), X + 0j, CODES], "x: ")
-        for op in (fm.SwiGLU(), fm.GeGLU(), fm.ReGLU(), fm.SquaredReLU())
-    },
+    "SwiGLU dtype": (lambda v: fm.SwiGLU()(v), [X.int(), X.bool(), X + 0j, CODES], "x: "),
+    "SquaredReLU dtype": (lambda v: fm.SquaredReLU()(v), [X.int(), X.bool(), X + 0j, CODES], "x: "),
     "Scale dtype": (
         lambda v: fm.Scale("probs")(v, probs=X[:, 0]), [X.int(), X.bool(), X + 0j, CODES], "x: "
     ),
@@ -352,10 +278,6 @@ FUNCTIONS = {
     ),
     "Combine dtype": (
         lambda v: fm.Combine()(v, **ROWS), [X.int(), X.bool(), X + 0j, CODES], "x: "
-    ),
-    "Combine without weights dtype": (
-        lambda v: fm.Combine(None)(v, row_of_slot=ROWS["row_of_slot"], slot_of_row=ROWS["slot_of_row"]),
-        [CODES], "x: ",
     ),
     "Dispatch weights dtype": (
         lambda v: fm.Dispatch(2)(X, expert_index=torch.zeros(4, 1, dtype=torch.int64), expert_weight=v[:, :1]),
@@ -385,32 +307,6 @@ def test_a_function_refuses(call, values, name):
     for value in values:
         with pytest.raises(fm.InputError, match=rf"({name}).*(expected|missing)"):
             call(value)
-
-
-def test_what_fm_has_is_in_these_tables():
-    """A new public name must find its place here."""
-    constructors = {"GroupedLinear", "Linear", "SwiGLU", "ReGLU", "GeGLU", "Scale", "Dispatch", "Combine", "Quantize",
-                    "Router", "MoE", "Sequential", "GroupedLoRA", "Quantizer", "Recipe"}  # fmt: skip
-    functions = {"quantize", "explain", "keep_in_bf16", "weight_cache_bytes", "clear_weight_cache", "recipe", "strict",
-                 "disabled", "transformers_load_balancing_loss", "plot_expert_load"}  # fmt: skip
-    # test_loading, test_fusion_registry, test_fusion_language, test_expert_parallel
-    elsewhere = {"load_experts", "register", "require", "rules", "ExpertParallel"}
-    nothing_to_check = {"SquaredReLU", "InputError", "FusionError", "RuleError", "MoEStats", "QuantizedTensor"}
-    for_rules = {"Attempt", "BackwardOp", "Explanation", "FusionRule", "ModelExplanation", "Op", "PlanContext",
-                 "PlanData", "PlannedStep", "Status", "Step", "TensorSpec"}  # fmt: skip
-    modules = {"formats", "recipes"}
-    assert set(fm.__all__) == constructors | functions | elsewhere | nothing_to_check | for_rules | modules
-
-
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8_row", "fp8_block", "mxfp8", "nvfp4"])
-def test_quantize_takes_the_names_that_the_op_takes(name):
-    x = torch.randn(128, 64)
-    rows, weights = fm.quantize(x, name), fm.quantize(x.view(2, 64, 64), name)
-    as_op = fm.Quantize(name, weight=name)
-    assert torch.equal(rows.dequantize(), fm.quantize(x, as_op.quantizer).dequantize())
-    assert torch.equal(rows.dequantize(), fm.Quantize(name)(x))
-    assert weights.format == as_op.weight_quantizer.format
-    assert (rows.dequantize() - x).norm() < 0.2 * x.norm()
 
 
 # ---- places that address memory -----------------------------------------------------------------------------------
@@ -476,13 +372,8 @@ def test_compiled_the_runtime_inputs_are_checked_as_ever(inputs, message):
         compiled(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
 
 
-def test_compiled_a_refused_op_that_provides_values_runs_without_a_warning_in_the_next_call():
+def test_compiled_as_one_graph_the_error_is_that_of_dynamo():
     torch._dynamo.reset()
-    module, x = torch.compile(fm.Dispatch(num_experts=4), backend="eager"), torch.randn(2, 4, requires_grad=True)
-    with pytest.raises(fm.InputError, match="the runtime input 'expert_index' is missing"):
-        module(x)
-    _, named = module(x, expert_index=torch.tensor([[0], [1]]), expert_weight=torch.ones(2, 1))
-    assert named["splits"].tolist() == [1, 1, 0, 0]
     module = torch.compile(sequential(), backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="the runtime input 'splits' is missing"):
         module(torch.randn(2, 4))

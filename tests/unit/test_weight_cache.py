@@ -51,9 +51,6 @@ class Passed(nn.Module):
         weight = self.weight.mT if self.transposed else self.weight
         return self._ops[1].forward_with({"0.weight": weight, "0.bias": self.bias}, x, splits=splits)
 
-    def reset_parameters(self):
-        nn.init.uniform_(self.weight)
-
 
 def layer(**options):
     (kind,) = _kind
@@ -227,7 +224,7 @@ def cast(fc, swap=False):
 
 
 CHANGES = {
-    **{f"SGD {kind}": stepped(torch.optim.SGD, **{kind: True}) for kind in ("foreach", "fused")},
+    "SGD foreach": stepped(torch.optim.SGD, foreach=True),
     "AdamW, grad zeroed": stepped(torch.optim.AdamW, set_to_none=False),
     "AdamW fused": stepped(torch.optim.AdamW, fused=True),
     "optimizer through data": stepped(ThroughData),
@@ -236,14 +233,11 @@ CHANGES = {
     "by hand": by_hand(lambda fc: setattr(fc.weight, "grad", None)),
     "by hand, zero_": by_hand(lambda fc: fc.weight.grad.zero_()),
     "by hand, zero_grad": by_hand(lambda fc: fc.zero_grad(set_to_none=False)),
-    "by hand, foreach zero": by_hand(lambda fc: torch._foreach_zero_([fc.weight.grad])),
     "by hand, clipped": clipped,
     "in place": in_place,
     "state_dict copied": lambda fc: fc.load_state_dict({"weight": torch.randn_like(fc.weight)}),
     "state_dict assigned": lambda fc: fc.load_state_dict({"weight": torch.randn_like(fc.weight)}, assign=True),
     "attribute": lambda fc: setattr(fc, "weight", nn.Parameter(torch.randn_like(fc.weight))),
-    "data": lambda fc: setattr(fc.weight, "data", torch.randn_like(fc.weight)),
-    "reset_parameters": lambda fc: fc.reset_parameters(),
     "parameter over the same memory": same_count,
     "memory freed": freed,
     "cast": cast,
@@ -269,17 +263,6 @@ def test_again_after_a_change(change, count):
     assert count() == 2 * BOTH
 
 
-def test_again_where_a_loop_by_hand_takes_gradients_that_autograd_returns():
-    """The gradient of an earlier backward pass is still there, and nothing is added to it."""
-    fc, x = layer(), rows()
-    train(fc, x)
-    for _ in range(3):
-        (grad,) = torch.autograd.grad(fc(x, splits=SPLITS).square().sum(), fc.weight)
-        fc.weight.data.sub_(0.01 * grad)
-        with torch.no_grad():
-            assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
-
-
 def test_again_where_the_gradient_is_dropped_in_the_backward_pass(count):
     """An optimizer that steps as soon as a gradient is there, so that none is kept."""
 
@@ -295,14 +278,16 @@ def test_again_where_the_gradient_is_dropped_in_the_backward_pass(count):
     assert_as_fresh(fc, x)
 
 
-def test_results_are_right_through_a_life_of_changes():
-    """Compared with a layer that was never called before."""
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_results_are_right_through_a_life_of_changes(debug, monkeypatch):
+    """Compared with a layer that was never called before; no change that torch counts is an error in debugging."""
+    monkeypatch.setenv("FUSEDMOE_DEBUG", debug)
+    changes = [change for name, change in CHANGES.items() if debug == "0" or "by hand" not in name]
     fc, x = layer(), rows()
     generator = torch.Generator().manual_seed(3)
     for _ in range(40):
         train(fc, x, micro_batches=1 + int(torch.randint(2, (), generator=generator)))
-        change = [*CHANGES.values()][int(torch.randint(len(CHANGES), (), generator=generator))]
-        change(fc)
+        changes[int(torch.randint(len(changes), (), generator=generator))](fc)
         assert_as_fresh(fc, x)
 
 
@@ -442,8 +427,6 @@ def swapped_experts(fc):
 
 UNCOUNTED = {
     "data": lambda fc: fc.weight.data.mul_(2),
-    "sign": lambda fc: fc.weight.data.neg_(),
-    "foreach": lambda fc: torch._foreach_mul_([fc.weight.data], 2),
     "numpy": numpy_view,
     "experts swapped": swapped_experts,
 }
@@ -451,8 +434,7 @@ UNCOUNTED = {
 
 @pytest.mark.parametrize("write", UNCOUNTED)
 def test_debugging_finds_writes_that_torch_does_not_count(write, monkeypatch, count):
-    dtype = torch.bfloat16 if write == "sign" else torch.float32
-    fc, x = layer(bias=True).to(dtype), rows(dtype)
+    fc, x = layer(bias=True), rows()
     train(fc, x)  # kept before debugging
     count()
     monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
@@ -460,9 +442,7 @@ def test_debugging_finds_writes_that_torch_does_not_count(write, monkeypatch, co
     assert count() == BOTH  # once more, to be compared from then on
     UNCOUNTED[write](fc)
     for _ in range(2):
-        with pytest.raises(
-            fm.InputError, match=r"^(0\.)?GroupedLinear\(num_groups=3, in.*weight: changed .*fm\.clear_weight_cache"
-        ):
+        with pytest.raises(fm.InputError, match=r"weight: changed .*fm\.clear_weight_cache"):
             fc(x, splits=SPLITS)
     assert count() == 0
     fm.clear_weight_cache(fc)
@@ -473,7 +453,6 @@ def test_debugging_finds_writes_that_torch_does_not_count(write, monkeypatch, co
 def test_the_error_says_which_of_many_layers_it_is(monkeypatch):
     monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
     model, x = nn.Sequential(*(fm.MoE(32, 32, 4, 2) for _ in range(3))), torch.randn(5, 32)
-    other = copy.deepcopy(model[1].experts.down)
     model(x)
     model[1].experts.down.weight.data.mul_(2)
     named = r"experts\.down\.GroupedLinear\(num_groups=4, .*weight: changed"
@@ -482,21 +461,6 @@ def test_the_error_says_which_of_many_layers_it_is(monkeypatch):
     fm.explain(model)
     with pytest.raises(fm.InputError, match=rf"^1\.{named}"):
         model(x)
-    for _ in range(2):
-        other(x, splits=torch.tensor([1, 1, 1, 2]))
-    other.weight.data.mul_(2)
-    with pytest.raises(fm.InputError, match=r"^GroupedLinear\(num_groups=4, .*weight: changed"):
-        other(x, splits=torch.tensor([1, 1, 1, 2]))
-
-
-def test_debugging_lets_writes_that_are_counted_pass(monkeypatch):
-    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
-    for name, change in CHANGES.items():
-        if "by hand" not in name or name == "by hand":
-            fc, x = layer(), rows()
-            train(fc, x)
-            change(fc)
-            assert_as_fresh(fc, x)
 
 
 def test_copies_take_nothing_along():
@@ -530,18 +494,6 @@ def test_no_memory_is_held():
     assert [ref() for ref in gone] == [None, None]
 
 
-@ONLY_PASSED
-def test_autograd_does_not_hold_a_frozen_weight_for_the_cache():
-    fc, x = layer().requires_grad_(False), rows()
-    y = fc(x, splits=SPLITS)
-    weight = weakref.ref(fc.weight)
-    CHANGES["attribute"](fc)
-    gc.collect()
-    assert weight() is None
-    y.sum().backward()
-    assert x.grad.any()
-
-
 # ---- weights that a call passes -----------------------------------------------------------------------------------
 
 
@@ -552,31 +504,26 @@ class Scaled(nn.Parameter):
 OTHERS = {
     "computed": lambda p: p * 1.0,
     "detached": lambda p: p.detach(),
-    "buffer": lambda p: p.detach().clone(),
     "subclass": lambda p: Scaled(p.detach()),
     "view of a computed tensor": lambda p: (p.mT * 1.0).mT,
     "part of a parameter": lambda p: nn.Parameter(torch.cat([p.detach(), p.detach()]))[E:],
 }
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("kind", ["passed"], indirect=True)
-def test_no_other_tensor_is_kept(other, grad):
+def test_no_other_tensor_is_kept(other):
     fc, x = layer(), rows()
-    chain = fc._ops[1]
-    with torch.set_grad_enabled(grad):
-        want = fc(x, splits=SPLITS)
-        for kept_before in (True, False):
-            assert (fm.weight_cache_bytes(fc) > 0) is kept_before
-            for factor in (1, 2):
-                weight = OTHERS[other](fc.weight)
-                weight.data.mul_(factor)
-                y = chain.forward_with({"0.weight": weight}, x, splits=SPLITS)
-                assert torch.equal(y, factor * want)
-                assert fm.weight_cache_bytes(fc) == 0
-                fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
-            fm.clear_weight_cache(fc)  # otherwise, nothing would be kept after codes that no call used
+    want = fc(x, splits=SPLITS)
+    for kept_before in (True, False):
+        assert (fm.weight_cache_bytes(fc) > 0) is kept_before
+        for factor in (1, 2):
+            weight = OTHERS[other](fc.weight)
+            weight.data.mul_(factor)
+            assert torch.equal(fc._ops[1].forward_with({"0.weight": weight}, x, splits=SPLITS), factor * want)
+            assert fm.weight_cache_bytes(fc) == 0
+            fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
+        fm.clear_weight_cache(fc)  # otherwise, nothing would be kept after codes that no call used
 
 
 @ONLY_PASSED
@@ -601,21 +548,13 @@ def test_codes_that_no_call_uses_are_not_kept_the_next_time(count):
     assert_as_fresh(fc, x)
 
 
+@ONLY_OWN
 def test_again_with_other_strides_in_the_same_memory():
     """Neither address nor version shows it."""
-    chain = fm.Sequential(fm.GroupedLinear(E, H, H))
-    weight = nn.Parameter(chain[0].weight.detach())
-    if _kind == ["own"]:
-        chain[0].weight = weight
-        call = chain
-    else:
-        chain.without_parameters()
-        view = (lambda: weight) if _kind == ["passed"] else (lambda: weight.mT)
-        call = lambda x, splits: chain.forward_with({"0.weight": view()}, x, splits=splits)  # noqa: E731
-    x = rows(requires_grad=False)
-    before = call(x, splits=SPLITS)
-    weight.data = weight.data.mT
-    assert not torch.allclose(call(x, splits=SPLITS), before, atol=0.1)
+    fc, x = fm.GroupedLinear(E, H, H), rows(requires_grad=False)
+    before = fc(x, splits=SPLITS)
+    fc.weight.data = fc.weight.data.mT
+    assert not torch.allclose(fc(x, splits=SPLITS), before, atol=0.1)
 
 
 def test_delayed_scaling_counts_a_weight_once_per_quantization(count):
@@ -644,41 +583,3 @@ def test_weights_of_an_op_that_a_chain_has_twice_are_not_mixed_up():
         assert torch.equal(
             run(one, other), expected.forward_with({"0.weight": one, "1.weight": other}, x, splits=SPLITS)
         )
-
-
-@ONLY_OWN
-@pytest.mark.parametrize("width", [H, H + 32])
-def test_again_where_a_weight_with_gaps_is_updated_by_hand(width):
-    """Autograd takes a first gradient of such a weight as it is, and copies that of another with other strides."""
-    layer = fm.GroupedLinear(E, H, I)
-    layer.weight = nn.Parameter(torch.randn(E, I, width)[..., :H])
-    chain, x = fm.Sequential(layer), torch.randn(28, H)
-    chain(x, splits=SPLITS).square().sum().backward()
-    layer.weight.data.sub_(layer.weight.grad)  # torch does not count this write
-    layer.weight.grad.zero_()
-    after = chain(x, splits=SPLITS)
-    fm.clear_weight_cache(chain)
-    assert torch.equal(after, chain(x, splits=SPLITS))
-
-
-@ONLY_PASSED
-def test_a_gradient_of_another_model_that_shares_the_ops(kind, count):
-    """It is not that of the weight whose codes are kept."""
-    one, other = Passed(kind == "transposed"), Passed(kind == "transposed")
-    other.__dict__["_ops"] = one.__dict__["_ops"]
-    x = torch.randn(28, H)
-    y = one(x, SPLITS)
-    for _ in range(2):
-        other(x, SPLITS)
-    count()
-    y.sum().backward()
-    other(x, SPLITS)
-    assert count() == 0
-
-
-@ONLY_OWN
-def test_explain_of_added_gradients_without_a_weight():
-    chain = fm.Sequential(fm.GroupedLinear(E, H, I, accumulate_into_main_grad=True)).without_parameters()
-    weight = nn.Parameter(torch.randn(E, I, H))
-    (plan,) = chain.explain_with({"0.weight": weight}, torch.randn(28, H), splits=SPLITS).plans
-    assert any("WgradIntoMainGrad" in op for step in plan.steps for op in step.ops)
