@@ -120,14 +120,10 @@ def test_bytes_moved_are_those_of_the_shapes_explained():
 def test_explanations_are_data_that_can_be_compared_and_change_nothing():
     chain, x, named = experts(), rows(), inputs()
     plain = only_plan(chain, x, **named)
-    assert only_plan(chain, x, **named) == plain
     with fm.register(gemm()):
         fused = only_plan(chain, x, **named)
     assert len({plain, fused, only_plan(chain, x, **named)}) == 2
-    with pytest.raises(AttributeError):
-        plain.device = "cuda"
-    assert x.grad is None
-    assert all(p.grad is None for p in chain.parameters())
+    assert all(t.grad is None for t in (x, *chain.parameters()))
 
 
 def test_a_subclass_of_what_a_single_op_rule_takes_is_the_nearest_miss():

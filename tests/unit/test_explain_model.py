@@ -70,6 +70,12 @@ def test_a_router_of_the_models_own_is_named(name):
     assert str(result).count("own router") == 1
 
 
+def test_a_router_with_hooks_is_not_another_router():
+    layer = moe()
+    layer.router.register_forward_hook(lambda module, args, routing: None)
+    assert [group.router for group in fm.explain(nn.Sequential(layer)).groups] == ["", ""]
+
+
 def test_a_registered_explainer_is_asked(monkeypatch):
     class Foreign(nn.Module):
         pass

@@ -6,13 +6,12 @@ The bytes are compared with those of the tensors that a call really saves.
 import pytest
 import torch
 from kit.saved import check_bytes, experts, rows, splits
-from kit.toy import only_plan, rule
+from kit.toy import only_plan
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import QuantizedSpec, Quantizer, nvfp4
 from fusedmoe.numerics.formats.roles import ROLES
 from fusedmoe.numerics.recipes import MXFP8, RECIPES
-from fusedmoe.ops import SwiGLU
 
 BF16 = torch.bfloat16
 every_recipe = pytest.mark.parametrize("recipe", [*RECIPES, MXFP8(weight_2d=True)], ids=lambda r: getattr(r, "name", r))
@@ -89,14 +88,3 @@ def test_steps_move_the_codes_with_what_pads_them_and_gradients_as_they_are():
 
 
 # --- formats -------------------------------------------------------------------------------------------------------
-
-
-def test_a_fused_step_says_what_it_quantizes():
-    slots = {"act": SwiGLU, "quantize": fm.Quantize}
-    fused = rule("toy.glu_quantize", slots, ("input", "quantize.offsets"), run=lambda self, keep: None)
-    with fm.register(fused), fm.recipe("mxfp8"), torch.no_grad():
-        plan = only_plan(experts(), rows(20, 32), splits=splits(4, 20))
-    (fused,) = plan.fused
-    assert fused.ops == ("1.SwiGLU", "2:input.Quantize")
-    assert fused.quantizes == (("2:input", "mxfp8 e4m3 1x32"),)
-    assert plan.formats == {"mxfp8 e4m3 1x32": ("0:weight", "2:weight", "0:input", "2:input")}

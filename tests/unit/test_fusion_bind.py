@@ -162,6 +162,12 @@ def test_a_step_is_bound_for_the_values_that_backward_reads():
     assert log == [("act.input",), ()]
 
 
+def test_one_result_may_come_in_a_list(layer):
+    wrapped = rule("toy.wrapped", {"fc": GroupedLinear}, IN, run=lambda self, keep: lambda *t: [grouped_mm(*t)])
+    with fm.register(wrapped):
+        call(layer)
+
+
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
     log = []
     needs = ("grad_output", "dgrad.weight", "offsets")

@@ -408,6 +408,16 @@ def test_code_that_holds_a_gradient_of_a_graph(held):
         assert weight.grad.data_ptr() == other.data_ptr()
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_sees_the_gradient(monkeypatch):
+    chain, (first, second) = small(), micro_batches(2)
+    backward(chain, first)
+    original = stand_ins.grouped_wgrad
+    monkeypatch.setattr(stand_ins, "grouped_wgrad", lambda *of, **named: original(*of, **named).fill_(torch.nan))
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan values"):
+        backward(chain, second)
+
+
 def test_an_error_after_an_addition_counts_a_change(monkeypatch):
     """The cache of quantized weights, and a graph that has saved the gradient, compare its version."""
     chain, (first, second) = small(), micro_batches(2)

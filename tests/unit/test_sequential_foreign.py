@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from kit.toy import E, H, I, assert_same, experts, inputs, outcome, rows
+from kit.toy import E, H, assert_same, experts, outcome
 from torch import nn
 
 import fusedmoe as fm
@@ -19,21 +19,6 @@ def routing(tokens=6):
 
 def tokens(count=6):
     return torch.randn(count, H, dtype=torch.float64, requires_grad=True)
-
-
-def test_a_layer_norm_between_two_ops():
-    up, act, down = experts()
-    norm = nn.LayerNorm(I, dtype=torch.float64)
-    chain = fm.Sequential(up, act, norm, down)
-    x, named = rows(), inputs()
-    titles = [title for title, _ in chain.explain(x, **named).parts]
-    assert titles == ["chain 0 to 1", "module 2: LayerNorm: not an op: splits the chain", "chain 3"]
-
-    class ByHand(nn.ModuleList):
-        def forward(self, x, splits):
-            return down(norm(act(up(x, splits=splits))), splits=splits)
-
-    assert_same(outcome(chain, x, **named), outcome(ByHand([up, act, norm, down]), x, **named))
 
 
 @pytest.mark.parametrize("where", [1, 4])

@@ -71,19 +71,6 @@ def test_rows_of_another_dtype_than_the_weight_are_refused():
         experts()(rows(dtype=torch.float32), **inputs())
 
 
-def test_freezing_and_thawing_between_calls():
-    chain, x, named = experts(), rows(), inputs()
-    everything = outcome(chain, x, **named)
-    chain[0].weight.requires_grad_(False)
-    frozen = outcome(chain, x, **named)
-    assert frozen.keys() == everything.keys() - {"0.weight"}
-    assert_same(frozen, {k: v for k, v in everything.items() if k in frozen})
-    chain.requires_grad_(False)
-    assert outcome(chain, x, **named).keys() == {"y", "x"}
-    chain.requires_grad_(True)
-    assert_same(outcome(chain, x, **named), everything)
-
-
 def test_a_parameter_of_another_shape_is_refused_by_name():
     chain = experts()
     chain(rows(), **inputs())

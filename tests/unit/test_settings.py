@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from kit import toy
-from kit.toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used, statuses
+from kit.toy import assert_same, experts, inputs, only_plan, outcome, rows, rules_used
 
 import fusedmoe as fm
-from fusedmoe import Status
 from fusedmoe.call import settings
 from fusedmoe.ops.op import Node
 
@@ -110,19 +109,6 @@ def test_an_inserted_op_may_take_runtime_inputs_of_the_chain_in_another_order(be
 def test_a_rewrite_is_validated(how, text):
     with fm.recipe(Rewritten(how=how)), pytest.raises(fm.InputError, match=f"recipe 'rewritten': .*{text}"):
         experts()(rows(), **inputs())
-
-
-def test_a_rule_sees_the_recipe():
-    def check(self, ctx):
-        fm.require(ctx.recipe.name == "halving", "is for the recipe halving, this is %s", ctx.recipe.name)
-
-    chain, x, named = experts(), rows(), inputs()
-    under = toy.rule("toy.under", {"act": fm.SwiGLU}, ("input",), run=lambda self, keep: self.act.compute, check=check)
-    with fm.register(under):
-        reason = "is for the recipe halving, this is bf16"
-        assert statuses(only_plan(chain, x, **named), "toy.under")[1] == (Status.CONSTRAINT, reason)
-        with fm.recipe(Halving()):
-            assert rules_used(only_plan(chain, x, **named)) == ["toy.under"]
 
 
 def test_disabled_patterns_add_up_and_end(monkeypatch):
