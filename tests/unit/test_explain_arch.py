@@ -306,6 +306,7 @@ def test_another_dtype_is_named_with_the_one_that_was_given():
 
 
 def test_a_model_that_has_nothing_to_fuse_or_cannot_be_planned_is_no_success():
+    assert str(fm.explain(nn.Linear(3, 3))) == "no module of this model runs on fusedmoe"
     with pytest.raises(fm.FusionError, match="no module of this model runs on fusedmoe"):
         fm.explain(nn.Linear(3, 3), arch=90).raise_if_missed()
     with pytest.raises(fm.FusionError, match=r"0: not planned: no linear layer"):
