@@ -263,6 +263,17 @@ def test_again_after_a_change(change, count):
     assert count() == 2 * BOTH
 
 
+def test_again_where_a_loop_by_hand_takes_gradients_that_autograd_returns():
+    """The gradient of an earlier backward pass is still there, and nothing is added to it."""
+    fc, x = layer(), rows()
+    train(fc, x)
+    for _ in range(3):
+        (grad,) = torch.autograd.grad(fc(x, splits=SPLITS).square().sum(), fc.weight)
+        fc.weight.data.sub_(0.01 * grad)
+        with torch.no_grad():
+            assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
+
+
 def test_again_where_the_gradient_is_dropped_in_the_backward_pass(count):
     """An optimizer that steps as soon as a gradient is there, so that none is kept."""
 
