@@ -186,6 +186,21 @@ def failing(number, message):
     return fails
 
 
+def test_a_file_system_without_locks(monkeypatch):
+    object_of(Toy().symbol)  # which takes a lock of its own
+    monkeypatch.setattr("fcntl.flock", failing(95, "Operation not supported"))
+    compiler.load(Toy())
+    assert compiler.is_cached(Toy())
+
+
+def test_a_network_file_system_that_has_gone(monkeypatch):
+    compiler.load(Toy())
+    with monkeypatch.context() as patch:  # pytest opens files too
+        patch.setattr(cache.os, "fstat", failing(116, "Stale file handle"))
+        with pytest.raises(cache.DamagedError, match="cannot be read"):
+            place(Toy()).read()
+
+
 def test_symbols():
     compiler.load(Toy(1))
     with pytest.raises(ValueError, match="two kernels have the symbol 'toy_1'"):
@@ -519,7 +534,10 @@ def test_the_shipped_list():
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
-def test_the_shipped_list_for_blackwell(arch):
+def test_the_shipped_list_for_blackwell(arch, capsys):
+    """The command names those of NVIDIA too."""
+    assert main(["compile", "--list", "--arch", arch, "--only", "*_slot_values_fp32"]) == 0
+    assert lines(capsys)[0][1:] == [shipped.BLACKWELL]
     kernels = shipped.shipped(arch)
     assert {kernel.arch for kernel in kernels} == {arch}
     symbols = [kernel.symbol for kernel in kernels]

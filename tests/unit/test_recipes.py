@@ -244,6 +244,7 @@ def test_a_recipe_of_ones_own_may_leave_operands_alone(role):
     found = quantized_by(recipe, fm.Sequential(fm.GroupedLinear(E, H, H)), rows(), splits=SPLITS)
     assert found == [f"0:{role}.Quantize" + ("Grad" if role == "grad" else "")]
     assert Custom().roles() == Roles(None, None, None)
+    assert Custom(input=q(mxfp8())).roles().with_wgrad("bf16") == (q(mxfp8(), wgrad="bf16"), None, None)
     assert quantized_by(Custom(), experts(), rows(), splits=SPLITS) == []
 
 

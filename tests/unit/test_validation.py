@@ -224,6 +224,14 @@ def test_reserved_names():
     assert all(f"'{name}'" in str(error.value) for name in ("input", "weight", "offsets", "splits", "grad_"))
 
 
+def test_an_op_of_a_third_party_may_not_use_them_either():
+    class Mine(fm.SwiGLU):
+        runtime_inputs = ("output",)
+
+    with pytest.raises(fm.InputError, match=r"0\.Mine: runtime_inputs: expected identifiers other than 'input'"):
+        fm.Sequential(Mine())(torch.ones(2, 2))
+
+
 X = torch.ones(4, 8)
 CODES = X.to(torch.float8_e4m3fn)
 ROWS = {"row_of_slot": torch.tensor([[0, 1], [2, 4]]), "slot_of_row": torch.arange(4), "probs": torch.rand(4)}

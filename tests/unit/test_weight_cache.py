@@ -274,6 +274,17 @@ def test_again_where_a_loop_by_hand_takes_gradients_that_autograd_returns():
             assert torch.equal(fc(x, splits=SPLITS), copy.deepcopy(fc)(x, splits=SPLITS))
 
 
+@ONLY_OWN
+def test_again_where_a_weight_with_gaps_is_updated_by_hand():
+    """Autograd takes a first gradient of such a weight as it is."""
+    fc, x = layer(), rows()
+    fc.weight = nn.Parameter(torch.randn(E, I, H + 32)[..., :H])
+    fc(x, splits=SPLITS).square().sum().backward()
+    fc.weight.data.sub_(fc.weight.grad)  # torch does not count this write
+    fc.weight.grad.zero_()
+    assert_as_fresh(fc, x)
+
+
 def test_again_where_the_gradient_is_dropped_in_the_backward_pass(count):
     """An optimizer that steps as soon as a gradient is there, so that none is kept."""
 
@@ -535,6 +546,14 @@ def test_no_other_tensor_is_kept(other):
             assert fm.weight_cache_bytes(fc) == 0
             fc.weight.data.div_(factor if weight.data_ptr() == fc.weight.data_ptr() else 1)
         fm.clear_weight_cache(fc)  # otherwise, nothing would be kept after codes that no call used
+
+
+@ONLY_OWN
+def test_explain_of_added_gradients_without_a_weight():
+    weight = nn.Parameter(torch.randn(E, I, H))
+    chain = fm.Sequential(fm.GroupedLinear(E, H, I, accumulate_into_main_grad=True)).without_parameters()
+    (plan,) = chain.explain_with({"0.weight": weight}, torch.randn(28, H), splits=SPLITS).plans
+    assert any("WgradIntoMainGrad" in op for step in plan.steps for op in step.ops)
 
 
 @ONLY_PASSED
