@@ -18,7 +18,6 @@ from fusedmoe.numerics.formats import (
     nvfp4,
     quantize,
     swizzle,
-    swizzle_row_groups,
     unswizzle,
 )
 
@@ -92,11 +91,3 @@ def test_order_of_scales(rows, columns, torchao):
     assert torch.equal(swizzle(scale), blocked)
     assert torch.equal(unswizzle(blocked, rows, columns), scale)
     assert torch.equal(swizzle(scale.view(torch.float8_e8m0fnu)).view(torch.uint8), blocked)
-
-
-def test_order_of_scales_of_experts(torchao):
-    scale = torch.randint(1, 256, (300, 6), dtype=torch.uint8)
-    blocked, starts = swizzle_row_groups(scale, torch.tensor([130, 130, 290], dtype=torch.int32))
-    expected = torch.cat([torchao.to_blocked(scale[:130]), torchao.to_blocked(scale[130:290])])
-    assert torch.equal(blocked[: len(expected)], expected)
-    assert starts.tolist() == [0, 256 * 8, 256 * 8]

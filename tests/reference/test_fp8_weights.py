@@ -296,6 +296,18 @@ REFUSED = {
         ),
         "layer: .*unquantized weights",
     ),
+    "weights of the call": (
+        lambda: (
+            fm.Sequential(stored(128, 128))
+            .without_parameters()
+            .forward_with(
+                {"0.weight": torch.zeros(E, 128, 128), "0.weight_scale_inv": torch.ones(E, 1, 1)},
+                rows(128),
+                splits=SPLITS,
+            )
+        ),
+        "weight: .*float32",
+    ),
     "fp64": (call(stored(128, 128, recipe="bf16"), rows(128, torch.float64)), "x: .*float64"),
     "values": (of(CODES.float(), SCALE), "weight: .*float32"),
     "two axes": (of(CODES[0], SCALE), r"weight: .*codes \(E, N, K\)"),

@@ -151,6 +151,9 @@ def test_at_first_it_is_the_layer():
     assert -bound <= a.min() < -bound * 0.95
     assert not op.lora_B.weight.any()
     assert op.lora_B.scale == 1
+    drawn(op).reset_lora()
+    assert a.abs().max() <= bound
+    assert not op.lora_B.weight.any()
     assert torch.equal(op.merged().weight, layer.weight)
 
 
@@ -229,6 +232,7 @@ def test_state_dict_has_the_names_of_peft_and_loads_the_bare_layers():
     assert [tuple(op.state_dict()[n].shape) for n in names] == [(E, N), (E, N, K), (E, RANK, K), (E, N, RANK)]
     other.load_state_dict(op.state_dict())
     assert torch.equal(other(x, splits=SPLITS), op(x, splits=SPLITS))
+    assert [*op[:2].state_dict()] == ["lora_A.weight", "base_layer.weight", "base_layer.bias"]
 
     bare = fm.Sequential(fm.GroupedLinear(E, K, N, bias=True, dtype=F64)).state_dict()
     chain = fm.Sequential(other)
@@ -278,6 +282,8 @@ REFUSED = {
     "dtype": (call(OP, X.float()), r"base_layer\.GroupedLinear.*x: .*float32"),
     "no splits": (lambda: OP(X), "'splits' is missing"),
     "weight": (call(changed(lora()), X), "weight: expected shape"),
+    "splits": (call(OP, X, SPLITS[:3]), "splits: expected shape"),
+    "dtype of lora_rows": (call(OP.lora_B, X[:, :1].expand(19, N), lora_rows=X[:, :8].float()), "lora_rows: .*float32"),
     "lora_rows": (call(OP.lora_B, X[:, :1].expand(19, N), lora_rows=X[:, :7]), "LoRAUp.*lora_rows: .*shape"),
     "Quantize": (
         call(

@@ -198,6 +198,8 @@ def refusals():
         "sparse": (ours, good | {"gate": gate.to_sparse()}, "gate: .*sparse_coo"),
         "transposed no": (ours, good | {"transposed": "no"}, "transposed: .*'no'"),
         "interleaved": (ours, good | {"interleaved": True}, "interleaved: expected gate_up"),
+        "number": (ours, good | {"up": w.linears("up")[:4]}, "up: expected 5 experts"),
+        "number instead": (ours, good | {"gate": 3}, "gate: expected a tensor"),
         "nothing": (ours, {"down": down, "router": w.router}, "gate_up, got none"),
         "twice": (ours, good | {"gate_up": w.rows()}, "gate_up, got gate and up and gate_up"),
         "router": (ours, good | {"router": None}, "router: expected a weight"),

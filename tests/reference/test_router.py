@@ -462,3 +462,18 @@ def test_two_layers_in_one_sequential_and_refusals():
     ]:
         with pytest.raises(fm.InputError, match=word):
             call()
+
+
+def test_an_op_that_passes_rows_on_and_provides_values_needs_backward_ops():
+    class Norms(fm.Op):
+        provides = ("norms",)
+        passes_forward = True
+
+        def infer(self, x):
+            return fm.TensorSpec((x.shape[0],), x.dtype)
+
+        def compute(self, x):
+            return x.norm(dim=1)
+
+    with pytest.raises(NotImplementedError, match="Norms"):
+        fm.Sequential(Norms(), fm.Scale("norms"))(leaf(4, 6))

@@ -370,14 +370,25 @@ def hooked_view(x):
     return view
 
 
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("through", [Reversed.apply, lambda x: Reversed.apply(x).view(ROWS, H), hooked_view])
-def test_a_view_with_a_gradient_of_its_own(through):
+def test_a_view_with_a_gradient_of_its_own(through, autocast):
     """Autograd takes it for a view of its input, and made from that again it lost the gradient of its own."""
-    seq, z = chain("mlp").requires_grad_(False), leaf(ROWS, H)
+    dtype = torch.float32 if autocast else torch.float64
+    seq, z = chain("mlp", dtype=dtype).requires_grad_(False), leaf(ROWS, H, dtype=dtype)
+
+    def call(x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return seq(x, splits=SPLITS)
+
     base = z.sin()
     x = through(base)
-    assert_second(seq(x, splits=SPLITS), meaning(seq, x, SPLITS), [z])
-    y = seq(through(base), splits=SPLITS)  # nobody has the view itself
+    want = second(meaning(seq, x, SPLITS), [z], [z])
+    got = second(call(x), [z], [z])
+    scales = [t.detach().abs().max() for t in want]
+    got, want = ([t / s for t, s in zip(ts, scales, strict=True)] for ts in (got, want))
+    assert_close(got, want, **({"rtol": 0, "atol": 0.05} if autocast else {"rtol": RTOL, "atol": ATOL}))
+    y = call(through(base))  # nobody has the view itself
     with pytest.raises(SecondOrderError, match=r"0\.input.* was freed"):
         torch.autograd.grad(weighted(y), z, create_graph=True)
 
