@@ -1,11 +1,11 @@
 """Rules for the steps between ops: derived values, weight quantization, dequantization, sums of gradients, tails."""
 
 import torch
-from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rule
+from kit.toy import E, H, I, assert_same, inputs, only_plan, outcome, rows, rule
 
 import fusedmoe as fm
 from fusedmoe.ops import Scale, SwiGLU
-from fusedmoe.ops.glue import Dequantize, DeriveOffsets, ZeroTail
+from fusedmoe.ops.glue import Dequantize, ZeroTail
 
 
 def glue(plan):
@@ -25,21 +25,6 @@ def rule_for(kind, name, needs, gives=("glue.output",), direction="forward", cal
 
     options = {"direction": direction, "takes_quantized": True, "zeroes_tail": True}
     return rule(name, {"glue": kind}, needs, gives, run=run, **options)
-
-
-def test_a_rule_derives_offsets():
-    calls = []
-    rule = rule_for(DeriveOffsets, "toy.offsets", ("glue.splits", "glue.rows"), gives=("glue.offsets",), calls=calls)
-    chain, x, named = experts(), rows(), inputs()
-    expected = outcome(chain, x, **named)
-    assert glue(only_plan(chain, x, **named)) == {"offsets": None}
-    with fm.register(rule):
-        assert glue(only_plan(chain, x, **named)) == {"offsets": "toy.offsets"}
-        assert_same(outcome(chain, x, **named), expected)
-        with fm.disabled("toy.offsets"):
-            assert glue(only_plan(chain, x, **named)) == {"offsets": None}
-    assert len(calls) == 1
-    assert "glue: offsets (toy.offsets)" not in str(only_plan(chain, x, **named))
 
 
 def test_a_rule_that_gives_splits_can_give_their_offsets(caplog):

@@ -1,6 +1,5 @@
 """However a block ends, its settings end with it: interrupted at any instruction, out of order, in another thread."""
 
-import asyncio
 import contextlib
 import gc
 import os
@@ -148,25 +147,6 @@ def test_a_generator_that_is_closed_in_another_thread():
     thread.join()
     assert seen == [(DEFAULT, "")]
     assert settings.current() == DEFAULT
-
-
-def test_an_asynchronous_generator_that_the_event_loop_closes():
-    """Its blocks end in a context of the loop's own."""
-
-    async def generate():
-        with fm.recipe("mxfp8"):
-            yield 1
-            yield 2
-
-    async def main():
-        async for _ in generate():
-            break
-        gc.collect()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        return settings.current()
-
-    assert asyncio.run(main()) == DEFAULT
 
 
 def test_a_block_may_be_entered_again_and_within_itself():

@@ -65,13 +65,11 @@ PIP = "pip install nvidia-cutlass-dsl-libs-cu{}==4.8.1"
     [
         (BOTH, None, 13, None, "cu12 4.8.1, cu13 4.8.1; cu13 is used"),
         (BOTH | {"driver": 12090}, (12, 9), 12, None, "cu12 4.8.1, cu13 4.8.1; cu12 is used"),
-        (BOTH | {"driver": 13020}, (13, 2), 13, None, "cu12 4.8.1, cu13 4.8.1; cu13 is used"),
         # as `pip install .` leaves it: torch for CUDA 13, the DSL for CUDA 12
         ({"cu12": "4.8.1", "driver": 13020, "cuda": "13.2"}, (13, 2), 12, None,
          "cu12 4.8.1; torch has CUDA 13.2, which is compatible"),
         (BOTH | {"driver": 13020, "cuda": "12.8"}, (13, 2), 13, None,
          "cu12 4.8.1, cu13 4.8.1; cu13 is used; torch has CUDA 12.8, which is compatible"),
-        ({"cu12": "4.8.1", "driver": 12090, "cuda": "12.8"}, (12, 9), 12, None, "cu12 4.8.1"),
         ({"cu13": "4.8.1", "driver": 12080}, (12, 8), None, f"{OF_13} 12.8: {PIP.format(12)}, or update the driver",
          f"unusable: {OF_13} 12.8: {PIP.format(12)}, or update the driver"),
         ({"cu12": "4.8.1", "driver": 11080}, (11, 8), None,
