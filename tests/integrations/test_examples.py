@@ -125,9 +125,8 @@ def rules_of(explanation):
     return {step.rule: step.ops for step in explanation.steps if step.rule}
 
 
-@pytest.mark.parametrize("cap", ["2.0", "0.3"])
-def test_the_activation_and_its_rules(cap):
-    result = example("custom_activation").main(["--cap", cap])
+def test_the_activation_and_its_rules():
+    result = example("custom_activation").main(["--cap", "0.3"])
     assert rules_of(result["before"]) == {}
     assert rules_of(result["after"]) == {
         "example.softcap_swiglu_scale": ("1.SoftcapSwiGLU", "2.Scale"),
@@ -138,8 +137,7 @@ def test_the_activation_and_its_rules(cap):
     assert min(result["norms"]) > 0.1  # zeros would be as far off as they are long
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
-@pytest.mark.parametrize("trained_scale", [False, True], ids=["", "scale trained"])
+@pytest.mark.parametrize(("fused", "trained_scale"), [(False, False), (True, False), (True, True)])
 def test_the_activation_alone(fused, trained_scale):
     module = example("custom_activation")
     torch.manual_seed(0)
@@ -153,20 +151,6 @@ def test_the_activation_alone(fused, trained_scale):
         gate, up = x.chunk(2, dim=-1)
         expected = 0.5 * torch.tanh(gate * torch.sigmoid(gate) * up / 0.5) * probs[:, None]
         torch.testing.assert_close(y, expected)
-        half = chain(x.bfloat16(), probs=probs.bfloat16())
-        assert half.dtype is torch.bfloat16
-        torch.testing.assert_close(half.double(), expected, rtol=0.02, atol=0.01)
-
-
-def test_a_cap_that_the_rule_declines():
-    module = example("custom_activation")
-    x = torch.randn(4, 8)
-    chain = fm.Sequential(module.SoftcapSwiGLU(-1.0), fm.Scale("probs"))
-    with fm.register(*module.RULES), torch.no_grad():
-        step = chain.explain(x, probs=torch.rand(4)).steps[0]
-        assert str(step.nearest_miss) == "example.softcap_swiglu_scale: CONSTRAINT: cap -1.0 is not positive"
-    with pytest.raises(fm.InputError, match="an even number of features"):
-        chain(torch.randn(4, 7), probs=torch.rand(4))
 
 
 # ---- reading_explain ------------------------------------------------------------------------------------------------
@@ -196,44 +180,16 @@ def test_the_story(capsys):
         assert sum(step.rule is None for step in explanation.steps) == left, explanation
         assert all(rule.startswith("sm90.") for rule in rules_of(explanation))
     assert len(explained[-1].steps) == 6
-    # the reasons that the text quotes are those that were given, one change earlier
-    for chapter, reason in (
-        (0, "input is float32, not bfloat16 or float16"),
-        (1, "in_features 100 is not a multiple of 8"),
-        (2, "module 1: Deinterleave: not an op: splits the chain"),
-        (3, "module 2: Dropout: not an op: splits the chain"),
-        (4, "CONSTRAINT: cannot keep 3.input, which 3.ScaleGrad needs"),
-    ):
-        assert reason in " ".join(str(explained[chapter]).split())
     assert "raise_if_missed() raises:" in printed
     assert told[0].strict_error in printed
-    assert "3 of 11 steps are FUSED; raise_if_missed() raises\n" in printed
-    assert "6 of 6 steps are FUSED; raise_if_missed() passes\n" in printed
     assert printed.endswith(f"{explained[-1]}\n")
-
-
-def test_the_changes_except_dropout_do_not_change_the_result():
-    """The weights of the first layer, in the last one: what alternates stays, widths are padded with zeros."""
-    module = example("reading_explain")
-    first, x, named = module.call_of(module.Layer(dtype=torch.float64))
-    layer = module.Layer(torch.float64, 104, reorder_by_module=False, dropout_inside=False, scale_last=False)
-    last, *_ = module.call_of(layer)
-    with torch.no_grad():
-        last[0].weight.zero_()[:, :200] = first[0].weight
-        last[3].weight.zero_()[:, :, :100] = first[4].weight
-    expected, got = first.eval()(x, **named), last.eval()(x, **named)
-    torch.testing.assert_close(got, expected)
-    assert expected.norm() > 1
 
 
 # ---- expert_parallel ------------------------------------------------------------------------------------------------
 
 
-needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
-
-
 @pytest.mark.slow
-@needs_distributed
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
 @pytest.mark.distributed
 def test_two_ranks_share_the_experts():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -255,16 +211,6 @@ def test_two_ranks_share_the_experts():
     assert float(last[2]) < 1e-4
 
 
-@needs_distributed
-def test_one_rank_has_all_experts(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    result = example("expert_parallel").main(["--steps", "4"])
-    assert not dist.is_initialized()
-    assert result["losses"] == result["alone"]
-    assert result["losses"][-1] < result["losses"][0]
-    assert "rank 0 of 1" in capsys.readouterr().out
-
-
 # ---- olmoe_lora -----------------------------------------------------------------------------------------------------
 
 
@@ -277,22 +223,3 @@ def test_lora_learns(capsys):
     assert f"trainable parameters: {trained:,} of " in printed
     before, after = (float(re.search(rf"loss {when}: +([0-9.]+)", printed)[1]) for when in ("before", "after"))
     assert after < before - 0.5
-
-
-def test_only_the_update_of_lora_is_trained_and_at_first_it_is_none():
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    module = example("olmoe_lora")
-    model, rows = module.load(None, "cpu")
-    weights = [p for name, p in model.named_parameters() if ".experts." in name]
-    call = {"input_ids": rows[:2], "labels": rows[:2], "use_cache": False}
-    expected = model(**call)
-    trained = module.add_lora(model, rank=4, alpha=8)
-    got = model(**call)
-    torch.testing.assert_close(got.logits, expected.logits, rtol=1e-4, atol=1e-4)
-    got.loss.backward()
-    assert {id(p) for p in model.parameters() if p.grad is not None} == {id(p) for p in trained}
-    # taken over, not copied
-    assert len(weights) == 4
-    assert {*map(id, weights)} <= {id(p) for p in model.parameters()}
-    assert sum(p.grad.any().item() for p in trained) == 4  # of each B; those of each A begin with the second step

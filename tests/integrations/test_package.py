@@ -99,17 +99,6 @@ def test_the_readme_is_the_description_with_links_that_lead_somewhere(metadata):
     assert back.strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
 
 
-def test_links_of_other_kinds_stay(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    from hatch_build import with_absolute_links
-
-    text = "[a](https://x.org/a.md) [b](#b) ![c](docs/c.png) [d](docs/d.md#e) [f](mailto:f@x.org)"
-    assert with_absolute_links(text, "https://r") == (
-        "[a](https://x.org/a.md) [b](#b) ![c](https://r/raw/main/docs/c.png) [d](https://r/blob/main/docs/d.md#e) "
-        "[f](mailto:f@x.org)"
-    )
-
-
 @pytest.mark.parametrize("folder", ["README.md", "docs", "examples", "fusedmoe"])
 def test_every_extra_that_is_named_exists(folder):
     files = (

@@ -20,8 +20,7 @@ Not compared are the checks of arguments that the DSL adds to the host code, the
 kernels, and kernels that are not shipped.
 
 **How each side is compiled.** Both sides are trees of git: ``BASE:fusedmoe``, and the tree of the files that git tracks
-or would add now. Each is extracted, and compiled in worker processes that import it. A worker finds the list of kernels
-at one of the places in SHIPPED, so the layout of the two trees may differ.
+or would add now. Each is extracted, and compiled in worker processes that import it.
 
 **What is kept.** Tracing a kernel gives MLIR, which determines the machine code together with the options and the
 compiler. So a kernel whose MLIR was compiled before, at any revision, is traced only. The results are in
@@ -55,7 +54,7 @@ import tempfile
 import time
 import zipfile
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -64,7 +63,7 @@ from kit.machine_code import LINE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fusedmoe"
-SHIPPED = ("fusedmoe.kernels.build.shipped", "fusedmoe.kernels.shipped")  # modules that may have `shipped(arch)`
+SHIPPED = "fusedmoe.kernels.build.shipped"  # the module that has `shipped(arch)`
 ARCHES = ("sm_90a", "sm_100a")
 FORMAT = 1  # of the cache; a change of what is kept or hashed changes it
 COMPILERS = (  # distributions whose versions determine machine code; ptxas is part of the last two
@@ -74,16 +73,14 @@ COMPILERS = (  # distributions whose versions determine machine code; ptxas is p
     "nvidia-cutlass-dsl-libs-cu12",
     "nvidia-cutlass-dsl-libs-cu13",
 )
-UNUSED_SECONDS = 60 * 24 * 3600  # after which a file of the cache is removed
+OLD_SECONDS = 60 * 24 * 3600  # after which a file of the cache is removed
 SIDES = ("in base", "here")
-PROGRESS_SECONDS = 10  # between lines
+PROGRESS = 50  # kernels between lines
 INSTRUCTION_BYTES = 16
 WITHOUT_EFFECT = (".shstrtab", ".strtab", ".symtab", ".debug", ".rela.debug", ".rel.debug", ".note")  # sections
 
 DEVICE = re.compile(r"\bcuda\.kernel @([\w.$]+)")  # the definition of a function in MLIR
 HOST = re.compile(r"\bfunc\.func (?:private |public )?@([\w.$]+)")
-USAGE = re.compile(r"Function ([\w.$]+):\s+REG:(\d+) STACK:(\d+)")
-COUNTS = "instructions", "registers", "bytes of stack (spills)"  # as `described` returns them
 
 
 class UnableError(Exception):
@@ -171,11 +168,11 @@ class Difference:
 
     instructions: dict[int, int]  # the first one of each function that differs, by the number of the function
     sections: tuple[str, ...]  # beside the instructions
-    launch_line: int | None  # the first of the host code
+    launch: bool  # the host code
 
     def __str__(self):
-        host = () if self.launch_line is None else ("host code of the launch",)
-        return ", ".join([*(("instructions",) if self.instructions else ()), *self.sections, *host])
+        names = ("instructions", *self.sections, "host code of the launch")
+        return ", ".join(names[not self.instructions : len(names) - (not self.launch)])
 
 
 def compare(base, here):
@@ -185,41 +182,32 @@ def compare(base, here):
     instructions = {number: first_difference(base.encodings(number), here.encodings(number)) for number in both}
     instructions = {number: at for number, at in instructions.items() if at is not None}
     left = {*one, *other} - {f".text.{number}" for number in instructions}
-    names = sorted(name for name in left if one.get(name) != other.get(name))
-    launch_line = first_difference(base.launch.splitlines(), here.launch.splitlines())
-    if not instructions and not names and launch_line is None:
+    names = tuple(sorted(name for name in left if one.get(name) != other.get(name)))
+    if not instructions and not names and base.launch == here.launch:
         return None
-    return Difference(instructions, tuple(names), launch_line)
+    return Difference(instructions, names, base.launch != here.launch)
 
 
 # -- a difference for people
 
 
-def tool(name):
-    """Return the path of a tool of the CUDA toolkit: on PATH, or out of its package on PyPI."""
-    found = shutil.which(name) or next(Path(sys.prefix).glob(f"lib/*/site-packages/nvidia/*/bin/{name}"), None)
+def disassembler():
+    """Return the path of nvdisasm: on PATH, or out of its package on PyPI."""
+    packaged = Path(sys.prefix).glob("lib/*/site-packages/nvidia/*/bin/nvdisasm")
+    found = shutil.which("nvdisasm") or next(packaged, None)
     if found is None:
-        raise UnableError(f"no {name}: pip install nvidia-cuda-{name}, or fusedmoe[dev]")
-    return str(found)
+        raise UnableError("no nvdisasm: pip install nvidia-cuda-nvdisasm, or fusedmoe[dev]")
+    return found
 
 
-def run_tool(name, *options, cubin):
+def disassembled(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        ran = subprocess.run([tool(name), *options, file.name], capture_output=True, text=True)
+        ran = subprocess.run([disassembler(), "-c", "-hex", file.name], capture_output=True, text=True)
     if ran.returncode:
-        raise UnableError(f"{name} {' '.join(options)} ended with status {ran.returncode}: {ran.stderr.strip()}")
+        raise UnableError(f"nvdisasm ended with status {ran.returncode}: {ran.stderr.strip()}")
     return ran.stdout
-
-
-def described(code):
-    """Return the counts of each function of a kernel: instructions, registers per thread, and bytes of a thread's
-    stack, which has the spilled registers.
-    """
-    usage = {name: rest for name, *rest in USAGE.findall(run_tool("cuobjdump", "-res-usage", cubin=code.cubin))}
-    counts = [[str(len(code.encodings(i))), *usage[name]] for i, name in enumerate(code.functions)]
-    return [" and ".join(of_functions) for of_functions in zip(*counts, strict=True)]
 
 
 def instruction(code, number, at):
@@ -227,7 +215,7 @@ def instruction(code, number, at):
     encodings = code.encodings(number)
     if at >= len(encodings):
         return "none: the code has ended"
-    _, _, listing = run_tool("nvdisasm", "-c", "-hex", cubin=code.cubin).partition(f".text.{code.functions[number]}:\n")
+    _, _, listing = disassembled(code.cubin).partition(f".text.{code.functions[number]}:\n")
     low, high = struct.unpack("<QQ", encodings[at])
     address = at * INSTRUCTION_BYTES
     text = next(f"{place} {text}" for place, text, _ in LINE.findall(listing) if int(place, 16) == address)
@@ -235,19 +223,12 @@ def instruction(code, number, at):
 
 
 def report(name, base, here, difference):
-    """Return the lines that show a difference."""
+    """Return the text that shows a difference."""
     lines = [f"{name}: {difference}"]
-    counts = zip(COUNTS, described(base), described(here), strict=True)
-    lines.append("    " + ", ".join(f"{what} {one} -> {other}" for what, one, other in counts))
     for number, at in difference.instructions.items():
-        which = f"{at} of function {number}" if len(base.functions) > 1 else f"{at}"
         for side, code in (("base", base), ("here", here)):
-            lines.append(f"    {side}: instruction {which}: {instruction(code, number, at)}")
-    if (at := difference.launch_line) is not None:
-        for side, code in (("base", base), ("here", here)):
-            text = dict(enumerate(code.launch.splitlines())).get(at, "none: the code has ended")
-            lines.append(f"    {side}: line {at + 1} of the launch: {text.strip()}")
-    return lines
+            lines.append(f"    {side}: instruction {at} of function {number}: {instruction(code, number, at)}")
+    return "\n".join(lines)
 
 
 # -- the cache
@@ -266,12 +247,7 @@ class Store:
         return self.folder / "trees" / f"{tree}-{arch}.json"
 
     def has(self, key):
-        """Whether a kernel is there; it then remains for UNUSED_SECONDS."""
-        try:
-            os.utime(self.kernel_file(key))
-        except FileNotFoundError:
-            return False
-        return True
+        return self.kernel_file(key).exists()
 
     def code(self, key):
         with zipfile.ZipFile(self.kernel_file(key)) as file:
@@ -292,16 +268,15 @@ class Store:
             text = self.tree_file(tree, arch).read_text(encoding="utf-8")
         except FileNotFoundError:
             return None
-        os.utime(self.tree_file(tree, arch))
         return {symbol: key if key and self.has(key) else None for symbol, key in json.loads(text).items()}
 
     def keep_keys(self, tree, arch, keys):
         replace(self.tree_file(tree, arch), json.dumps(keys, indent=1).encode())
 
-    def remove_unused(self):
+    def remove_old(self):
         for file in self.folder.glob("*/*"):
             with contextlib.suppress(FileNotFoundError):  # another process may remove it
-                if file.stat().st_mtime < time.time() - UNUSED_SECONDS:
+                if file.stat().st_mtime < time.time() - OLD_SECONDS:
                     file.unlink()
 
 
@@ -315,15 +290,9 @@ def replace(path, content):
 
 
 def cache_folder():
-    """Return the folder of the results of this compiler, in the cache directory of `fusedmoe.kernels.cache`; None if
-    the cache is switched off.
-    """
-    root = os.environ.get("FUSEDMOE_CACHE_DIR", "")
-    if root == "0":
-        return None
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    default = (caches if caches.is_absolute() else Path.home() / ".cache") / PACKAGE
-    return (Path(root).expanduser() if root else default) / "sass_diff" / compiler()
+    """Return the folder of the results of this compiler, in fusedmoe's cache directory; None if that is off."""
+    root = os.environ.get("FUSEDMOE_CACHE_DIR") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / PACKAGE
+    return None if root == "0" else Path(root).expanduser() / "sass_diff" / compiler()
 
 
 @functools.cache
@@ -373,15 +342,7 @@ def symbols(folder, arch):
 @functools.cache
 def kernels(arch):
     """Return the shipped kernels by symbol."""
-    for name in SHIPPED:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):
-                raise
-            continue
-        return {kernel.symbol: kernel for kernel in module.shipped(arch)}
-    raise ModuleNotFoundError(f"no list of shipped kernels: expected it in {' or '.join(SHIPPED)}")
+    return {kernel.symbol: kernel for kernel in importlib.import_module(SHIPPED).shipped(arch)}
 
 
 def anonymous(text, functions):
@@ -455,25 +416,21 @@ def compile_kernel(arch, symbol, store):
 
 @dataclass(frozen=True)
 class Side:
-    """A tree of fusedmoe in git. ``variables`` are those with which git finds the tree."""
+    """A tree of fusedmoe in git."""
 
     name: str
     tree: str
     root: Path
-    variables: dict[str, str] = field(default_factory=dict)
 
     def extract(self, folder):
         """Write the files."""
-        archive = git(self.root, "archive", "--format=zip", f"--prefix={PACKAGE}/", self.tree, **self.variables)
+        archive = git(self.root, "archive", "--format=zip", f"--prefix={PACKAGE}/", self.tree)
         with zipfile.ZipFile(io.BytesIO(archive)) as file:
             file.extractall(folder)
 
 
 def git(root, *arguments, **variables):
-    try:
-        ran = subprocess.run(["git", *arguments], cwd=root, env={**os.environ, **variables}, capture_output=True)
-    except FileNotFoundError as error:
-        raise UnableError("git was not found: the revisions come from it") from error
+    ran = subprocess.run(["git", *arguments], cwd=root, env={**os.environ, **variables}, capture_output=True)
     if ran.returncode:
         raise UnableError(f"git {' '.join(arguments)}: {ran.stderr.decode(errors='replace').strip()}")
     return ran.stdout
@@ -486,25 +443,17 @@ def git_line(root, *arguments, **variables):
 def revision(root, base):
     """Return the side of a commit."""
     commit = git_line(root, "rev-parse", "--verify", "--end-of-options", f"{base}^{{commit}}")
-    short = git_line(root, "rev-parse", "--short", commit)
-    return Side(f"base ({short})", git_line(root, "rev-parse", f"{commit}:{PACKAGE}"), root)
+    return Side(f"base ({commit[:10]})", git_line(root, "rev-parse", f"{commit}:{PACKAGE}"), root)
 
 
 def working_tree(root, folder):
-    """Return the side of the files as they are now, without those that git ignores. Its objects are in a folder, so
-    that the repository does not change.
+    """Return the side of the files as they are now, without those that git ignores. Its index is in a folder, so that
+    the repository's own does not change.
     """
-    objects = Path(root, git_line(root, "rev-parse", "--git-path", "objects")).resolve()
-    (folder / "objects").mkdir()
-    variables = {
-        "GIT_INDEX_FILE": str(folder / "index"),
-        "GIT_OBJECT_DIRECTORY": str(folder / "objects"),
-        "GIT_ALTERNATE_OBJECT_DIRECTORIES": str(objects),
-    }
-    git(root, "read-tree", "HEAD", **variables)
-    git(root, "add", "--all", PACKAGE, **variables)
-    tree = git_line(root, "write-tree", f"--prefix={PACKAGE}/", **variables)
-    return Side("here", tree, root, variables)
+    index = {"GIT_INDEX_FILE": str(folder / "index")}
+    git(root, "read-tree", "HEAD", **index)
+    git(root, "add", "--all", PACKAGE, **index)
+    return Side("here", git_line(root, "write-tree", f"--prefix={PACKAGE}/", **index), root)
 
 
 def compiled(side, arches, wanted, store, jobs):
@@ -530,7 +479,6 @@ def missing(keys, wanted):
 def complete(known, folder, side, wanted, store, jobs):
     """Fill in the keys that are not known, and keep them. Return those of the others that do not compile, and why."""
     failed, started = {}, time.perf_counter()
-    told = started
     # torch has threads, and a forked process with threads may hang
     pool = concurrent.futures.ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), begin, (folder,))
     try:
@@ -548,10 +496,8 @@ def complete(known, folder, side, wanted, store, jobs):
                 failed[arch, symbol] = result
             else:
                 known[arch][symbol] = result
-            now = time.perf_counter()
-            if now - told >= PROGRESS_SECONDS or done == len(todo):
-                say(f"{side.name}: {done}/{len(todo)} kernels, {now - started:.0f} s", sys.stderr)
-                told = now
+            if done % PROGRESS == 0 or done == len(todo):
+                say(f"{side.name}: {done}/{len(todo)} kernels, {time.perf_counter() - started:.0f} s", sys.stderr)
     except BrokenProcessPool as error:
         raise UnableError(f"{side.name}: a process that compiles died; is there enough memory for {jobs}?") from error
     finally:
@@ -571,23 +517,6 @@ def say(text, stream=None):
 # -- the command
 
 
-def renaming(text):
-    """Parse OLD=NEW."""
-    old, equals, new = text.partition("=")
-    try:
-        if equals and old:
-            return re.compile(old), new
-    except re.error as error:
-        raise argparse.ArgumentTypeError(f"{old!r} is no regular expression: {error}") from error
-    raise argparse.ArgumentTypeError(f"expected OLD=NEW, got {text!r}")
-
-
-def positive(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
-    return int(text)
-
-
 def parsed(arguments):
     parser = argparse.ArgumentParser("sass-diff", description="Compare machine code of the shipped kernels.")
     parser.add_argument("base", metavar="BASE", help="the revision to compare the working tree with")
@@ -595,11 +524,7 @@ def parsed(arguments):
     parser.add_argument(
         "--arch", action="append", help=f"architecture; may be given again (default: {' and '.join(ARCHES)})"
     )
-    parser.add_argument(
-        "--renamed", metavar="OLD=NEW", action="append", type=renaming, default=[],
-        help="in names of kernels of BASE, replace the regular expression OLD by NEW; may be given again",
-    )  # fmt: skip
-    parser.add_argument("--jobs", metavar="N", type=positive, default=os.cpu_count() or 1, help="default: one per CPU")
+    parser.add_argument("--jobs", metavar="N", type=int, default=os.cpu_count() or 1, help="default: one per CPU")
     parser.add_argument("--fresh", action="store_true", help="compile every kernel; do not use the cache")
     return parser.parse_args(arguments)
 
@@ -622,32 +547,22 @@ def run(options, root, scratch, started):
         return 0
     folder = None if options.fresh else cache_folder()
     stores = [Store(folder or scratch / side) for side in ("base", "here")]
-    stores[0].remove_unused()
+    stores[0].remove_old()
 
-    def renamed(symbol):
-        for old, new in options.renamed:
-            symbol = old.sub(new, symbol)
-        return symbol
-
-    arches, matches = options.arch or ARCHES, functools.partial(fnmatch.fnmatchcase, pat=options.only)
-    of_base = compiled(base, arches, lambda symbol: matches(renamed(symbol)), stores[0], options.jobs)
-    of_base = {(arch, renamed(symbol)): result for (arch, symbol), result in of_base.items()}
-    of_here = compiled(here, arches, matches, stores[1], options.jobs)
+    arches, wanted = options.arch or ARCHES, functools.partial(fnmatch.fnmatchcase, pat=options.only)
+    of_base = compiled(base, arches, wanted, stores[0], options.jobs)
+    of_here = compiled(here, arches, wanted, stores[1], options.jobs)
     if not of_base and not of_here:
         raise UnableError(f"--only {options.only}: no kernel's name matches; `fusedmoe compile --list` shows the names")
 
     names = {**of_base, **of_here}
-
-    def text_of(name):
-        return shown(" ".join(name), [of_base.get(name), of_here.get(name)], stores)
-
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as threads:
-        texts = list(filter(None, threads.map(text_of, names)))
-    for text in texts:
+    texts = [shown(" ".join(name), [of_base.get(name), of_here.get(name)], stores) for name in names]
+    differ = [text for text in texts if text]
+    for text in differ:
         say(text)
     seconds = time.perf_counter() - started
-    say(f"{len(names)} kernels in {base.name} or here: {len(texts)} differ; {seconds:.0f} s")
-    return 1 if texts else 0
+    say(f"{len(names)} kernels in {base.name} or here: {len(differ)} differ; {seconds:.0f} s")
+    return 1 if differ else 0
 
 
 def shown(name, results, stores):
@@ -663,7 +578,7 @@ def shown(name, results, stores):
         return ""
     base, here = (store.code(key) for store, key in zip(stores, results, strict=True))
     difference = compare(base, here)
-    return "\n".join(report(name, base, here, difference)) if difference else ""
+    return report(name, base, here, difference) if difference else ""
 
 
 if __name__ == "__main__":

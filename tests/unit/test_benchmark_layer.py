@@ -82,27 +82,20 @@ def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys)
 def entry(name, ms, peak):
     """A shape's entry, with ours and SonicMoE in every case."""
     rows = [
-        {"case": case, "name": who, "ms": ms[who], "peak_bytes": peak[who], "kept_bytes": 1 << 30, "host_us": 12.0}
+        {"case": case, "name": who, "ms": ms[who], "peak_bytes": peak[who]}
         for case in ("inference", "forward", "forward + backward")
         for who in ms
     ]
-    kernels = [{"name": "Route.place", "us": 20.0}, {"name": "nvjet", "us": 60.0}, {"name": "Parts.kernel", "us": 10.0}]
-    gpu = {"launches": 61, "busy_us": 90.0, "idle_us": 7.0, "kernels": kernels}
-    gpu["groups_us"] = {"router": 20.0, "products": 60.0, "other": 10.0}
-    cases = dict.fromkeys(("inference", "forward", "forward + backward"), gpu)
-    sizes = {"tokens": 1, "hidden": 2, "intermediate": 3, "experts": 4, "top_k": 1}
-    return {"name": name, **sizes, "rows": rows, "launches": {OURS: cases}, "errors": {}, "rerouted": {}}
+    return {"name": name, "rows": rows}
 
 
 RESULTS = {
-    "versions": {"torch": "2.11.0"}, "machine": "a GPU", "commit": "abc", "reps": 30,
-    "ceiling": {"tflops": 800.0, "copy_tb_s": 3.0},
     "shapes": [
         entry("one", {OURS: 1.0, SONIC.name: 2.0}, {OURS: 2 << 30, SONIC.name: 1 << 30}),
         entry("two", {OURS: 1.0, SONIC.name: 0.5}, {OURS: 1 << 30, SONIC.name: 1 << 30}),
         entry("three", {OURS: 1.0, SONIC.name: None}, {OURS: 1 << 30, SONIC.name: None}),
     ],
-}  # fmt: skip
+}
 
 
 def test_speed_and_memory_are_ratios_to_ours():
@@ -111,21 +104,6 @@ def test_speed_and_memory_are_ratios_to_ours():
     assert layer.speed(RESULTS, SONIC.name, "peak_bytes")["forward"]["mean"] == pytest.approx(0.5**0.5)
     assert layer.speed(RESULTS, "absent") == {}
     assert layer.others(RESULTS) == [SONIC.name]
-    text = layer.summary_lines(RESULTS)
-    assert "time, inference: SonicMoE / fusedmoe = 1.00 (least 0.50: one 2.00, two 0.50)" in text
-
-
-def test_the_longest_kernels_are_printed():
-    shape = RESULTS["shapes"][0]
-    kernels = [{"name": f"k{n}", "count": 2, "us": 50.0 - n} for n in range(30)]
-    counted = {OURS: {"forward": shape["launches"][OURS]["forward"] | {"kernels": kernels}}}
-    text = layer._more_lines(shape | {"plan": "2 of 6", "launches": counted})
-    assert text[0] == "our plan: 2 of 6"
-    groups = "router 20, products 60, other 10"
-    assert f"  fusedmoe, forward: 61 launches, busy 90 us ({groups}), idle 7 us" in text
-    shown = [line.split() for line in text if line.startswith("    ")]
-    assert shown[0] == ["50.0", "us", "2", "x", "k0"]
-    assert len(shown) == layer.SHOWN_KERNELS
 
 
 # -- launches
@@ -140,7 +118,6 @@ def test_kernels_are_grouped_by_name():
         (ours.format("RaggedKoperandsPromoteddtypebf16_config"), "router", "PromotedRaggedK.kernel"),
         (ours.format("SumPartsarchsm_90a_outbf16"), "router", "SumParts.kernel"),
         ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),
-        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>(Params)", "router", None),
         ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>()", "router", None),
         ("nvjet_hsh_128x256_64x4", "products", "nvjet_hsh_128x256_64x4"),
         ("void at::native::vectorized_elementwise_kernel<4>()", "other", None),
@@ -182,13 +159,8 @@ def test_a_wrong_part_is_named_and_not_timed():
 
     makers = {"right": lambda: variant(2), "wrong": lambda: variant(3), "absent": lambda: 1 / 0, "nan": nan}
     rows = parts.compare(makers, CountingTimer(), CPU)
-    assert [(row.case, row.name, row.ms) for row in rows] == [
-        (case, name, 1 if name == "right" else None)
-        for case in ("forward", "forward + backward")
-        for name in ("right", "wrong", "absent", "nan")
-    ]
+    assert [row.ms for row in rows] == [1, None, None, None] * 2
     assert rows[1].note == "wrong: relative error 0.33"
     assert rows[2].note == "ZeroDivisionError: division by zero"
     assert rows[3].note == "wrong: relative error inf", "a gradient of NaN next to a right output"
     assert rows[0].errors == {"output": 0.0, "x": 0.0}
-    assert "division by zero" in parts.lines(rows)[2]

@@ -39,29 +39,12 @@ def job():
     return Job.of_model(TINY, models.built(TINY, CPU), text.sequences(TINY.length, 64, WORDS))
 
 
-def test_the_text_is_cut_into_ids_by_frequency():
-    ids = text.sequences(16, 64, WORDS)
-    assert ids.shape == (WORDS // 16, 16)
-    counts = torch.bincount(ids.flatten(), minlength=64)
-    assert (counts > 0).all()
-    assert (counts[:-1].sort(descending=True).values[:8] - counts[:8]).abs().max() <= 16  # except for the words cut off
-    assert torch.equal(ids, text.sequences(16, 64, WORDS))
-
-
 def test_active_parameters_and_flops(job):
     attention = 32 * (2 * 16) * 2 + 32 * 16 * 2 + 2 * 16  # q and o; k and v; two norms
     experts = 3 * 32 * 16
     active = attention + 2 * experts + 4 * 32 + 3 * 32 + 64 * 32  # router, norms, head; no embedding
     assert models.active_parameters(job.model) == active
     assert models.flops_per_token(job.model, 16) == 6 * active + 3 * 2 * 16 * (16 + 16)
-
-
-@pytest.mark.parametrize("of", models.MODELS, ids=lambda of: of.name)
-def test_the_models_have_the_widths_of_the_published_ones(of):
-    with torch.device("meta"):
-        model = models.built(of, torch.device("meta"))
-    billions = sum(p.numel() for p in model.parameters()) / 1e9
-    assert billions == pytest.approx({"qwen3": 3.84, "olmoe": 6.92, "gpt-oss": 3.43, "deepseek-v3": 4.2}[of.name], 0.02)
 
 
 def test_steps_from_equal_weights_have_equal_losses(job):

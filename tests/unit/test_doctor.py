@@ -13,7 +13,6 @@ import torch
 import fusedmoe
 from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.commands import doctor as module
-from fusedmoe.commands.doctor import Fact, Gpu, Kernel, Report
 from fusedmoe.commands.main import main
 
 
@@ -42,15 +41,6 @@ def machine(monkeypatch):
 
 def values(facts):
     return {fact.name: fact.value for fact in facts}
-
-
-def test_cpu_build(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    monkeypatch.setattr(torch.version, "hip", None)
-    report = module.doctor()
-    assert (report.gpus, report.no_gpu) == ((), f"torch {torch.__version__} is built for the CPU only")
-    assert values(report.software)["torch's runtime"] == "CPU only"
-    assert [kernel.available for kernel in report.kernels] == [True, False]
 
 
 def test_each_gpu_is_listed_and_each_architecture_once(machine):
@@ -101,19 +91,6 @@ def test_no_gpu(machine, capabilities, init, said):
     assert (report.gpus, report.no_gpu) == ((), said)
 
 
-def test_driver_version_comes_from_nvidia_smi(monkeypatch):
-    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{name}")
-    answer = SimpleNamespace(stdout="580.65.06\n580.65.06\n")
-    monkeypatch.setattr(module.subprocess, "run", lambda *args, **kwargs: answer)
-    assert module.driver() == "580.65.06"
-
-    def run(*args, **kwargs):
-        raise subprocess.CalledProcessError(9, "nvidia-smi")
-
-    monkeypatch.setattr(module.subprocess, "run", run)
-    assert module.driver().startswith("nvidia-smi failed: ")
-
-
 def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
     def version(name):
         raise module.metadata.PackageNotFoundError(name)
@@ -124,46 +101,13 @@ def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
     assert (packages["transformer-engine"], packages["apache-tvm-ffi"]) == (missing, "not installed")
 
 
-def test_environment_shows_what_changes_the_run(monkeypatch):
-    for name in [name for name in module.os.environ if name.startswith("FUSEDMOE_") or name in module.VARIABLES]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.*")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert values(module.doctor().environment) == {"FUSEDMOE_DISABLE": "'sm90.*'", "CUDA_VISIBLE_DEVICES": "''"}
-
-
-def test_text_is_aligned_and_has_no_trailing_blanks():
-    report = Report(
-        software=(Fact("torch", "2.13.0"),),
-        packages=(Fact("einops", "0.8.2"),),
-        environment=(),
-        gpus=(Gpu(index=0, name="NVIDIA H100 80GB HBM3", arch="sm_90", memory_gib=79.6, sms=132),),
-        no_gpu=None,
-        kernels=(Kernel("quick", True, "on the device"), Kernel("quicker", False, "needs sm_100")),
-    )
-    assert str(report).splitlines() == [
-        "software",
-        "  torch                     2.13.0",
-        "",
-        "packages",
-        "  einops                    0.8.2",
-        "",
-        "environment",
-        "  nothing set",
-        "",
-        "GPUs",
-        "  0: NVIDIA H100 80GB HBM3  sm_90, 79.6 GiB, 132 SMs",
-        "",
-        "kernels",
-        "  quick                     yes  on the device",
-        "  quicker                   no   needs sm_100",
-    ]
-
-
-def test_text_and_json(capsys, machine):
+def test_text_and_json(capsys, machine, monkeypatch):
     machine((9, 0))
+    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm100.*")
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == f"{module.doctor()}\n"
+    lines = capsys.readouterr().out.splitlines()
+    for title, first in (("environment", "FUSEDMOE_DISABLE 'sm100.*'"), ("GPUs", "0: GPU 0 sm_90, 80.0 GiB, 132 SMs")):
+        assert " ".join(lines[lines.index(title) + 1].split()) == first
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"][0]["arch"] == "sm_90"

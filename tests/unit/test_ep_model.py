@@ -4,15 +4,11 @@ Its predictions are in the documentation, which other tests compare with it.
 """
 
 import itertools
-import json
-import warnings
-from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import __main__ as command
-from benchmarks import ep, ep_model, page
+from benchmarks import ep_model, page
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
@@ -22,7 +18,6 @@ from benchmarks.ep_model import (
     Ranks,
 )
 from benchmarks.shapes import Shape
-from fusedmoe.expert_parallel.engine import expected_share
 
 pytest.importorskip("tomllib", reason="benchmarks/shapes.toml")
 
@@ -61,13 +56,6 @@ def test_an_all_gather_brings_all_tokens():
     assert (back.fast, back.slow) == (7, 56)
 
 
-def test_the_approximation_is_close_for_many_experts():
-    for parts in (2, 8, 64):
-        exact = ep_model.chance(ep_model.DEEPSEEK_V3, parts)
-        assert expected_share(parts, ep_model.DEEPSEEK_V3.top_k) == pytest.approx(exact, rel=0.03)
-        assert expected_share(parts, ep_model.DEEPSEEK_V3.top_k) < exact
-
-
 def ep_results(machine, **rows):
     """Like an ``ep.json``."""
     named = [{"name": name.replace("_", " "), "ms": ms} for name, ms in rows.items()]
@@ -90,59 +78,3 @@ def test_the_section_ep_needs_torchrun(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command.main(["--only", "ep"])
     assert "torchrun --nproc-per-node P -m benchmarks --only ep" in capsys.readouterr().err
-
-
-def test_host_synchronisations_are_counted(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-
-    def call():
-        assert modes == ["warn"]
-        for text in ("called a synchronizing CUDA operation", "another", "called a synchronizing CUDA operation"):
-            warnings.warn(text, UserWarning, stacklevel=1)
-
-    assert ep.host_syncs(call) == 2
-    assert modes == ["warn", 0]
-
-
-class Profiled:
-    """In the place of torch's profiler: it writes a given trace."""
-
-    events: list[dict]
-
-    def __init__(self, activities):
-        pass
-
-    def start(self):
-        pass
-
-    def stop(self):
-        pass
-
-    def export_chrome_trace(self, file):
-        Path(file).write_text(json.dumps({"traceEvents": self.events}))
-
-
-def test_the_sms_of_communication_are_the_blocks_of_its_kernels(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(ep, "profile", Profiled)
-
-    def kernel(name, blocks, us):
-        return {"cat": "kernel", "name": name, "dur": us, "args": {"grid": [blocks, 1, 1]}}
-
-    nccl, other = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "kernel_cutlass_RaggedM"
-
-    def copied(nbytes, us, kind="PtoP"):
-        return {"cat": "gpu_memcpy", "name": f"Memcpy {kind} (Device -> Device)", "dur": us, "args": {"bytes": nbytes}}
-
-    none = {"copies_gb_s": None}
-    Profiled.events = [kernel(nccl, 24, 90), kernel(other, 132, 500), kernel("barrier_kernel", 1, 7), {"name": nccl}]
-    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 24, "us": 97} | none
-    Profiled.events = [kernel(other, 132, 500), copied(4 << 20, 9, "DtoD"), copied(1 << 18, 5)]
-    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0} | none
-    Profiled.events += [copied(3_000_000, 8), copied(5_000_000, 12)]
-    assert ep.communication(lambda: None, torch.device("cuda")) == {"sms": 0, "us": 0, "copies_gb_s": 400.0}
-    Profiled.events = [{"cat": "kernel", "name": nccl, "dur": 1, "args": {}}]
-    assert ep.communication(lambda: None, torch.device("cuda")) is None

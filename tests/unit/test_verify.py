@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +16,10 @@ from fusedmoe.commands.verify import rules as whole
 from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
 from fusedmoe.commands.verify.calls import make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.commands.verify.checks import Found, Outcome, run_case
-from fusedmoe.commands.verify.machine import Gpu, NoGpuError, find_gpu, poisoned_memory
+from fusedmoe.commands.verify.checks import run_case
+from fusedmoe.commands.verify.machine import poisoned_memory
 from fusedmoe.commands.verify.rules import verify
-from fusedmoe.kernels.build import compiler, toolkit
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
 
@@ -177,10 +176,7 @@ def test_cases_and_bounds():
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow) for case in cases_for(100) if case.recipe.startswith("nvfp4")][3:4]
-    + [case for case in cases_for(100) if case.recipe == "nvfp4, stochastic"],
-    ids=lambda case: case.name,
+    "case", [case for case in cases_for(100) if case.recipe == "nvfp4, stochastic"], ids=lambda case: case.name
 )
 def test_nvfp4_on_blackwell(blackwell, case):
     with package.being_verified():
@@ -188,9 +184,8 @@ def test_nvfp4_on_blackwell(blackwell, case):
     assert outcome.found.problems == ()
     assert {*outcome.rules} > {"sm100.grouped_gemm_activation_quantize", "sm100.grouped_wgrad", "sm100.quantize_grad"}
     assert outcome.found.repeats == (2, 2)
-    stochastic = "stochastic" in case.recipe  # draws other numbers in the replay of a graph, and on another stream
-    assert (outcome.found.graph, outcome.found.streams) == ((None, None) if stochastic else (True, True))
-    assert (outcome.found.rounding_error is None) is stochastic
+    # it draws other numbers in the replay of a graph, and on another stream
+    assert (outcome.found.graph, outcome.found.streams, outcome.found.rounding_error) == (None, None, None)
     assert 0 < outcome.found.error < BOUNDS[case.recipe].unfused
 
 
@@ -372,22 +367,7 @@ def test_an_error_below_that_of_the_emulation_shows(blackwell, capsys, monkeypat
     assert "`fusedmoe verify` failed or did not finish on this machine" in package.why_unverified()
 
 
-def test_blame_without_the_rule_that_the_rounding_is_of(blackwell, capsys, monkeypatch):
-    """Without the rule, the reference is plain PyTorch alone."""
-    plain = grouped.gemm_activation_quantize
-
-    def wrong(*operands):
-        p, (codes, scale), columns = plain(*operands)
-        return p, (codes.view(torch.uint8).add_(1).view(codes.dtype), scale), columns
-
-    monkeypatch.setattr(grouped, "gemm_activation_quantize", wrong)
-    only(monkeypatch, COVERED)
-    for line in failure(capsys, blackwell, MXFP8):
-        # the first keeps the preactivation for the second alone, so both run or neither does
-        assert line.endswith("(sm100.grouped_gemm_activation_quantize, sm100.grouped_dgrad_activation_quantize)")
-
-
-def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale_alone(blackwell, monkeypatch):
+def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale(blackwell, monkeypatch):
     plain, calls = grouped.gemm_derivative_quantize, []
 
     def atomics(*operands):
@@ -398,10 +378,6 @@ def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale_alone(blackwell
     monkeypatch.setattr(grouped, "gemm_derivative_quantize", atomics)
     with package.being_verified():
         assert run_case(MXFP8, SMALL, blackwell, FAST).found.problems == ()
-        monkeypatch.setattr(grouped, "gemm_derivative_quantize", plain)
-        product = grouped.gemm
-        monkeypatch.setattr(grouped, "gemm", lambda *o: product(*o) * (1 + len(calls.append(1) or calls) % 3 / 128))
-        assert any("repeats differ" in p for p in run_case(MXFP8, SMALL, blackwell, FAST).found.problems)
 
 
 def written(**changes):
@@ -413,14 +389,15 @@ def written(**changes):
 
 
 def test_stamps_that_do_not_count(blackwell, monkeypatch):
-    assert written() is None
-    versions = package.versions()
-    assert "torch 1.0 -> " in written(versions={**versions, "torch": "1.0"})
-    assert "torch None -> " in written(versions={k: v for k, v in versions.items() if k != "torch"})
-    assert "is of sm_103, this GPU is sm_100" in written(architecture="sm_103")
-    for passed in (False, "yes"):
-        assert "`fusedmoe verify` failed or did not finish" in written(passed=passed)
-    assert "is unreadable" in written(versions=None)
+    for changes, why in (
+        ({}, None),
+        ({"versions": {**package.versions(), "torch": "1.0"}}, "torch 1.0 -> "),
+        ({"architecture": "sm_103"}, "is of sm_103, this GPU is sm_100"),
+        ({"passed": "yes"}, "`fusedmoe verify` failed or did not finish"),
+        ({"versions": None}, "is unreadable"),
+    ):
+        found = written(**changes)
+        assert found is why or why in found
     package.stamp_file(100).write_text("{")
     package._why_not_stamped.cache_clear()
     assert "is unreadable" in package.why_unverified()
@@ -463,17 +440,11 @@ def test_json(hopper, capsys, tmp_path, monkeypatch):
     assert "6 of 6 rules passed, 1 more not checked, 2 cases" in capsys.readouterr().out
     found = json.loads(file.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert set(found) == {"gpu", "architecture", "driver", "versions", "passed", "rules", "cases", "seconds"}
-    assert (found["gpu"], found["architecture"], found["driver"]) == ("a stand-in", "sm_90", "1.2.3")
     assert {"fusedmoe", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "torch", "python"} <= set(found["versions"])
     rules = {rule["rule"]: rule for rule in found["rules"]}
     assert set(rules) == PASSING
     gemm = rules["sm90.grouped_gemm"]
     assert (gemm["passed"], gemm["cases"], gemm["repeats"]) == (True, 1, [2, 2])
-    assert rules[BETWEEN_RANKS[0]]["error"] is None
-    first, second = found["cases"]
-    assert (first["name"], first["problems"], second["module"]) == ("experts, bf16, few rows", [], "dense")
-    assert first["layout"] == {"name": "few rows", "splits": [5, 0, 1, 9], "tail": 3}
-    assert "sm90.grouped_gemm" in first["rules"]
     assert run(hopper, EXPERTS, json_file=tmp_path / "missing" / "verify.json") == 1
     assert "cannot write" in capsys.readouterr().err
 
@@ -495,26 +466,20 @@ def test_a_missing_package(blackwell, capsys, monkeypatch):
     assert not package.stamp_file(100).exists()
 
 
-def test_rules_that_are_switched_off(monkeypatch, capsys):
-    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.*")
+@pytest.mark.parametrize(
+    ("options", "disabled", "said"),
+    [
+        ([], "sm90.*", "FUSEDMOE_DISABLE=sm90.*: expected no rules switched off; unset it"),
+        (["--soak", "--calls", "9"], "", "python -m benchmarks.soak"),
+        (["--only", "sm90_*"], "", "make soak"),
+    ],
+)
+def test_refusals(monkeypatch, capsys, options, disabled, said):
+    monkeypatch.setenv("FUSEDMOE_DISABLE", disabled)
     with pytest.raises(SystemExit) as caught:
-        main(["verify"])
+        main(["verify", *options])
     assert caught.value.code == 2
-    assert "FUSEDMOE_DISABLE=sm90.*: expected no rules switched off; unset it" in capsys.readouterr().err
-
-
-def test_the_gpu_that_is_found(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
-    monkeypatch.setattr("fusedmoe.commands.verify.machine.arch_of", lambda device: 90)
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    found = find_gpu()
-    assert isinstance(found, Gpu)
-    assert (found.name, found.arch, found.driver) == ("NVIDIA H100", 90, "none (no nvidia-smi on the PATH)")
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    with pytest.raises(NoGpuError):
-        find_gpu()
+    assert said in capsys.readouterr().err
 
 
 def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
@@ -568,30 +533,3 @@ def test_a_case_per_set_of_kernels_runs_in_another_process(folder):
 
 def test_a_process_that_dies_ends_nothing_else(folder):
     compile_ahead(AHEAD, Sizes(), CPU, str, end, processes=2)
-
-
-@pytest.mark.parametrize(("variable", "processes"), [("0", 2), (None, 1)])
-def test_without_a_cache_or_with_one_process_nothing_runs(folder, monkeypatch, variable, processes):
-    if variable is not None:
-        monkeypatch.setenv("FUSEDMOE_CACHE_DIR", variable)
-    said = []
-    compile_ahead(AHEAD, Sizes(), CPU, said.append, write_down, processes)
-    assert ([*folder.iterdir()], said) == ([], [])
-
-
-@pytest.mark.parametrize("compiles", [0, 1, 4])
-def test_it_begins_after_the_first_case_that_compiles(monkeypatch, compiles):
-    """Cases whose kernels are all in the cache compile nothing, and no process is started for the others."""
-    ran, ahead = [], []
-
-    def run_case(case, *settings):
-        ran.append(case)
-        return Outcome(case, ("a rule",), Found())
-
-    monkeypatch.setattr(whole, "run_case", run_case)
-    monkeypatch.setattr(whole, "_rules_of", lambda machine: [])
-    monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - compiles)))
-    machine = SimpleNamespace(device=CPU, arch=90)
-    verify(machine, AHEAD, Sizes(), compile_ahead=lambda *given: ahead.append(given))
-    assert ran == AHEAD
-    assert ahead == [(AHEAD[compiles + 1 :], Sizes(), CPU)]
