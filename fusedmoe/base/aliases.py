@@ -13,8 +13,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["earlier_name", "install"]
-
 PRESENT_NAMES = {
     "fusedmoe.explain_model": "fusedmoe.layers.explain_model",
     "fusedmoe.formats": "fusedmoe.numerics.formats",

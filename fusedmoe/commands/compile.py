@@ -24,8 +24,6 @@ from fusedmoe.commands.options import option
 from fusedmoe.kernels.build import cache, compiler, shipped, toolkit
 from fusedmoe.kernels.build.kernel import Kernel
 
-__all__ = ["CompileOptions", "Outcome", "run", "usable_cpus"]
-
 
 @dataclass(frozen=True)
 class CompileOptions:

@@ -26,8 +26,6 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.torch.grouped_gemm import runs_on_device
 from fusedmoe.kernels.torch.quantized_products import multiplies_codes
 
-__all__ = ["DoctorOptions", "Fact", "Gpu", "Kernel", "Report", "doctor", "kernel_lines", "run"]
-
 # (distribution, the extra of fusedmoe that installs it); None: a dependency of fusedmoe or torch, where wheels exist
 PACKAGES: tuple[tuple[str, str | None], ...] = (
     ("triton", None),

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
     from fusedmoe.layers.explain_model import ExplainedModules, ModelExplanation
 
-__all__ = ["ExplainOptions", "run"]
-
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _SIZES = ("hidden", "intermediate", "experts", "top_k")
 _MOST_TOKENS, _MOST_NUMBERS = 1 << 40, 1 << 56  # far within torch's 64-bit byte counts

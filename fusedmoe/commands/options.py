@@ -9,8 +9,6 @@ from typing import Any
 
 from fusedmoe.base.errors import InputError
 
-__all__ = ["add_arguments", "flag", "option", "required_sizes"]
-
 
 def option(default: Any, text: str, metavar: str | None = None, **how: Any) -> Any:
     """Return a field with the help of an option, and more arguments of `add_argument`; ``group`` is a title."""

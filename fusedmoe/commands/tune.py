@@ -17,8 +17,6 @@ from fusedmoe.kernels.sm90.tiles import choice, tuned, tuning
 from fusedmoe.kernels.sm90.tiles.config import TileConfig
 from fusedmoe.kernels.sm90.tiles.tuning import Measure, Mlp, Product
 
-__all__ = ["Gpu", "TuneOptions", "find_gpu", "run"]
-
 SIZES = ("hidden", "intermediate", "experts", "rows")
 
 
@@ -73,13 +71,7 @@ def run(options: TuneOptions, measure: Measure = tuning.measure, gpu: Gpu | None
 
 
 def find_gpu() -> Gpu:
-    """Return the GPU to measure on.
-
-    Raises
-    ------
-    NoGpuError
-        No GPU runs the kernels, or their packages are missing.
-    """
+    """Return the GPU to measure on. `NoGpuError` is raised if none runs the kernels, or their packages are missing."""
     import torch
 
     if not torch.cuda.is_available():

@@ -18,8 +18,6 @@ from fusedmoe.commands.timing import CpuTimer, GpuTimer, Timer
 from fusedmoe.numerics.recipes import BF16, resolve
 from fusedmoe.ops.glu import ACTIVATIONS
 
-__all__ = ["BenchOptions", "run"]
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SIZES = ("hidden", "intermediate", "experts", "top_k", "tokens")
 REPS = {"cuda": 30, "cpu": 10}

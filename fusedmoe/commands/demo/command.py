@@ -20,8 +20,6 @@ from fusedmoe.commands.demo.train import CHECKPOINT, Trainer, resumed, train
 from fusedmoe.layers.plotting import new_figure, plot_expert_load
 from fusedmoe.numerics.recipes import BF16
 
-__all__ = ["add_arguments", "run"]
-
 PROMPT, SAMPLE_BYTES, TEMPERATURE = b"The ", 400, 0.7
 FIGURE, RESULTS = "training.png", "results.json"
 SMOOTHING = 0.95

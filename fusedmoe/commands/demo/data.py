@@ -28,46 +28,33 @@ class Split:
 
 def unique_paragraphs(pages: Mapping[str, str]) -> list[str]:
     """Return the distinct paragraphs of all pages, in the order of the page names, regardless of white space."""
-    seen: set[str] = set()
-    paragraphs = []
-    for name in sorted(pages):
-        for paragraph in pages[name].split("\n\n"):
-            words = " ".join(paragraph.split())
-            if words and words not in seen:
-                seen.add(words)
-                paragraphs.append(paragraph.strip("\n"))
-    return paragraphs
+    paragraphs = (paragraph for name in sorted(pages) for paragraph in pages[name].split("\n\n"))
+    by_words: dict[str, str] = {}
+    for paragraph in paragraphs:
+        by_words.setdefault(" ".join(paragraph.split()), paragraph.strip("\n"))
+    by_words.pop("", None)
+    return list(by_words.values())
 
 
 def chunks_of(paragraphs: Iterable[str], chunk_bytes: int = CHUNK_BYTES) -> list[bytes]:
     """Join consecutive paragraphs into chunks of at least ``chunk_bytes``; the last chunk may be shorter."""
-    chunks = []
-    chunk = b""
+    chunks = [b""]
     for paragraph in paragraphs:
-        chunk += paragraph.encode() + b"\n\n"
-        if len(chunk) >= chunk_bytes:
-            chunks.append(chunk)
-            chunk = b""
-    if chunk:
-        chunks.append(chunk)
+        if len(chunks[-1]) >= chunk_bytes:
+            chunks.append(b"")
+        chunks[-1] += paragraph.encode() + b"\n\n"
     return chunks
 
 
 def load_split(pages: Mapping[str, str] | None = None) -> Split:
-    """Split the pages deterministically: nine chunks in ten for training, one held out.
-
-    Parameters
-    ----------
-    pages : mapping of str to str, optional
-        Text by page name; by default ``pydoc_data.topics.topics``.
-    """
+    """Split the pages (text by name) deterministically: nine chunks in ten for training, one held out."""
     if pages is None:
         from pydoc_data.topics import topics
 
         pages = topics
-    chunks = chunks_of(unique_paragraphs(pages))
-    train = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
-    held_out = [chunk for i, chunk in enumerate(chunks) if i % HELD_OUT_EVERY == HELD_OUT_EVERY // 2]
+    train = chunks_of(unique_paragraphs(pages))
+    held_out = train[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+    del train[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
     return Split(*(torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in (train, held_out)))
 
 
@@ -89,9 +76,8 @@ def bigram_bits_per_byte(train: torch.Tensor, held_out: torch.Tensor, smoothing:
     ``-mean log2((n(a, b) + s) / (n(a) + 256 s))`` over the pairs (a, b) of the held-out text, with the counts n of the
     training text. The default smoothing s is about the best for this model.
     """
-    counts = torch.zeros(VOCABULARY * VOCABULARY, dtype=torch.float64, device="cpu")
     pairs = train[:-1].long() * VOCABULARY + train[1:].long()
-    counts += torch.bincount(pairs, minlength=VOCABULARY * VOCABULARY)
+    counts = torch.bincount(pairs, minlength=VOCABULARY * VOCABULARY).double()
     table = counts.view(VOCABULARY, VOCABULARY) + smoothing
     log2_probability = (table / table.sum(dim=1, keepdim=True)).log2()
     return float(-log2_probability[held_out[:-1].long(), held_out[1:].long()].mean())

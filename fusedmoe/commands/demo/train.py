@@ -97,10 +97,7 @@ class Trainer:
     def train(self, steps: int) -> None:
         """Run these steps; the host reads their results after the last one, since that waits for a GPU.
 
-        Raises
-        ------
-        InputError
-            When a loss is not finite.
+        `InputError` is raised if a loss is not finite.
         """
         begin = time.perf_counter()
         results = [self._train_step() for _ in range(steps)]

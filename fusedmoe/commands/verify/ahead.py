@@ -25,8 +25,6 @@ from fusedmoe.kernels.build import cache
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.version import __version__
 
-__all__ = ["compile_ahead", "one_per_layout"]
-
 MOST_PROCESSES = 16
 """Each imports torch, and takes about half a gigabyte of the GPU's memory."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["BOUNDS", "LAYOUTS", "Bounds", "Case", "Layout", "Sizes", "cases_for"]
-
 
 @dataclass(frozen=True)
 class Layout:

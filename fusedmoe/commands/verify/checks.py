@@ -22,8 +22,6 @@ from fusedmoe.commands.verify.machine import poisoned_memory
 if TYPE_CHECKING:
     from fusedmoe.commands.verify.machine import Gpu, Results
 
-__all__ = ["REPEATS", "Found", "Outcome", "run_case"]
-
 OF_ROWS = ("y", "x", "probs")
 """The results with one row per row of the input."""
 REPEATS = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from fusedmoe.commands.verify.machine import Gpu
     from fusedmoe.commands.verify.rules import Verification
 
-__all__ = ["NO_GPU", "VerifyOptions", "run"]
-
 NO_GPU = 2
 """The exit status on a machine without a GPU that has kernels."""
 
@@ -39,6 +38,9 @@ class VerifyOptions:
     """The options of the command."""
 
     json: str | None = option(None, "write versions, GPU and results to this file", "FILE")
+    soak: bool = option(False, argparse.SUPPRESS)  # earlier options, which are errors
+    calls: str | None = option(None, argparse.SUPPRESS)
+    only: str | None = option(None, argparse.SUPPRESS)
 
 
 def run(
@@ -51,6 +53,8 @@ def run(
 
     ``find`` returns the GPU. The defaults are those of `fusedmoe.commands.verify`.
     """
+    if options.soak or options.calls or options.only:
+        raise InputError("a soak is `python -m benchmarks.soak` in fusedmoe's repository, or `make soak`")
     if disabled := disabled_by_environment():
         raise InputError(f"FUSEDMOE_DISABLE={disabled}: expected no rules switched off; unset it")
     # deferred: the modules import the whole package

@@ -13,8 +13,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fusedmoe.base.target import arch_of
 from fusedmoe.commands.doctor import driver
 
-__all__ = ["Gpu", "NoGpuError", "Results", "find_gpu", "poisoned_memory"]
-
 Results: TypeAlias = "dict[str, Tensor]"
 """The output of a call and its gradients, by name."""
 
@@ -67,13 +65,7 @@ class Gpu:
 
 
 def find_gpu() -> Gpu:
-    """Return torch's current GPU.
-
-    Raises
-    ------
-    NoGpuError
-        Torch sees no NVIDIA GPU.
-    """
+    """Return torch's current GPU. `NoGpuError` is raised if torch sees no NVIDIA GPU."""
     if torch.version.hip is not None or not torch.cuda.is_available():
         raise NoGpuError("torch sees no NVIDIA GPU to verify; see `fusedmoe doctor`")
     return Gpu(torch.device("cuda", torch.cuda.current_device()))

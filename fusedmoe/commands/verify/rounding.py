@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fusedmoe.numerics.formats.groups import PaddedRows
     from fusedmoe.ops.op import Op
 
-__all__ = ["applies", "results"]
-
 FUSED = ("sm100.grouped_gemm_activation_quantize", "sm100.grouped_dgrad_activation_quantize")
 """The rules with these rounding points."""
 QUANTIZERS = {

@@ -19,7 +19,6 @@ from fusedmoe.fusion.language.registry import what_is_missing, why_unavailable
 from fusedmoe.kernels.build import compiler
 from fusedmoe.kernels.sm100 import package
 
-__all__ = ["RuleResult", "Verification", "aligned", "as_data", "installed_on", "problems", "table", "verify"]
 SIZES = Sizes()
 HEAD = ("rule", "cases", "error", "bound", "repeats", "graph", "streams", "passed")
 
