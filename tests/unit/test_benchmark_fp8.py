@@ -133,25 +133,6 @@ def test_micro_batches_add_up_in_main_grad():
         torch.testing.assert_close(operands.main_grads[name], 8 * dw.float(), rtol=0.01, atol=1e-5)
 
 
-# -- unfused FP8
-
-
-def test_rows_are_padded_for_any_splits():
-    for splits in ([3, 0, 130, 128], [0, 0, 0, 0]):
-        offsets = torch.tensor(splits).cumsum(0).to(torch.int32)
-        places = unfused_fp8.padded(offsets, 261)
-        ends = [-(-count // 128) * 128 for count in splits]
-        assert places.ends.tolist() == torch.tensor(ends).cumsum(0).tolist()
-        assert places.row[places.used].tolist() == list(range(sum(splits)))
-        assert len(places.row) == (261 // 128 + 4) * 128 == 128 * len(places.expert_of_tile)
-        x = torch.randn(261, 16)
-        codes = unfused_fp8.quantize_columns(x, places)
-        values = codes.codes.float() * codes.scale[places.expert_of_tile].repeat_interleave(128, 0).T
-        wanted = torch.where(places.used[:, None], x[places.row], 0).T
-        assert codes.codes.is_contiguous()
-        torch.testing.assert_close(values, wanted, rtol=0.07, atol=0.02)
-
-
 # -- the run
 
 

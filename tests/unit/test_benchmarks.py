@@ -11,7 +11,6 @@ import torch
 from kit import sm90_stand_ins
 from kit.timers import CountingTimer
 
-from benchmarks import __main__ as command
 from benchmarks import (
     cases,
     gpu,
@@ -29,7 +28,6 @@ from benchmarks.cases import Candidate, Case, Row
 from benchmarks.ceiling import Ceiling
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
-from benchmarks.peers.quack import deinterleave, interleave
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
 from fusedmoe.numerics.recipes import RECIPES
@@ -70,17 +68,6 @@ def test_the_routings_differ_as_they_say():
     assert half.max() == pytest.approx(32_000, rel=0.05)
     assert (empty == 0).sum() == 16
     assert shapes.aligned_splits(3000, 8).tolist() == [256] * 8
-
-
-# -- operands
-
-
-def test_interleaving_alternates_gate_and_up():
-    t = torch.arange(8).view(2, 4)
-    assert interleave(t).tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
-    assert interleave(t.T, 0).T.tolist() == [[0, 2, 1, 3], [4, 6, 5, 7]]
-    for dim in (0, 1):
-        assert torch.equal(deinterleave(interleave(t, dim), dim), t)
 
 
 # -- references
@@ -225,20 +212,6 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
         assert set(report["products"].values()) == wgrad | ({"emulated"} if name != "bf16" else set())
     current, delayed = (of_recipes["shapes"][0]["recipes"][name]["sqnr_db"] for name in ("fp8_tensor", recipes.DELAYED))
     assert delayed == pytest.approx(current, abs=1), "the scales of the same operands"
-
-
-# -- the command
-
-
-def test_the_command_refuses_what_it_cannot_do(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, said in (
-        (["--only", "kernels"], "needs a GPU"),
-        (["--only", "host,kernel"], "kernel: expected some of host, layer, kernels, "),
-    ):
-        with pytest.raises(SystemExit):
-            command.main(arguments)
-        assert said in capsys.readouterr().err
 
 
 # -- two trees

@@ -1,16 +1,11 @@
 """The doctor's report, on machines that it is told about: no test here needs a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import fusedmoe
 from fusedmoe.builtin_rules import BUILTIN
 from fusedmoe.commands import doctor as module
 from fusedmoe.commands.main import main
@@ -104,44 +99,20 @@ def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
 def test_text_and_json(capsys, machine, monkeypatch):
     machine((9, 0))
     monkeypatch.setenv("FUSEDMOE_DISABLE", "sm100.*")
+    broken = SimpleNamespace(package="rules-x", name="some", value="rules_x:RULES", error="ImportError: none")
+    monkeypatch.setattr(module.registry, "broken_entry_points", lambda: (broken,))
     assert main(["doctor"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for title, first in (("environment", "FUSEDMOE_DISABLE 'sm100.*'"), ("GPUs", "0: GPU 0 sm_90, 80.0 GiB, 132 SMs")):
-        assert " ".join(lines[lines.index(title) + 1].split()) == first
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        f"torch {torch.__version__}",
+        "FUSEDMOE_DISABLE 'sm100.*'",
+        "0: GPU 0 sm_90, 80.0 GiB, 132 SMs",
+        "packages whose fusion rules are not used",
+        "rules-x entry point some (rules_x:RULES) failed to load: ImportError: none",
+    ):
+        assert line in lines
     assert main(["doctor", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["gpus"][0]["arch"] == "sm_90"
-    assert {"name": "torch", "value": torch.__version__} in report["software"]
+    assert [entry["name"] for entry in report["broken_entry_points"]] == ["rules-x"]
     assert [kernel["available"] for kernel in report["kernels"]] == [True, True, True, False]
-
-
-@pytest.mark.slow
-def test_packages_with_broken_rules_are_listed_and_everything_else_is_there(tmp_path):
-    """A process of its own, with installed packages whose entry points fail; it does not import the CuTe DSL."""
-    bodies = {"exits": "import sys; sys.exit('bye')", "imports": "import no_such_module", "counts": "RULES = 3"}
-    for name, body in bodies.items():
-        (tmp_path / f"rules_{name}.py").write_text(body)
-        info = tmp_path / f"rules_{name}-1.0.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rules-{name}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[fusedmoe.fusions]\nsome = rules_{name}:RULES\n")
-    path = os.pathsep.join([str(tmp_path), str(Path(fusedmoe.__file__).parents[1])])
-    environment = os.environ | {"PYTHONPATH": path, "FUSEDMOE_DISABLE": "*"}
-    code = (
-        "import sys; from fusedmoe.commands.main import main; main(['doctor', '--json']); main(['doctor']); "
-        "sys.exit(any(name in sys.modules for name in ('cutlass', 'tvm_ffi')))"
-    )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    report, end = json.JSONDecoder().raw_decode(done.stdout)
-    text = done.stdout[end:]
-    broken = {entry["name"]: entry["value"] for entry in report["broken_entry_points"]}
-    assert "packages whose fusion rules are not used\n" in text
-    for name in bodies:
-        said = f"the fusion rules of package rules-{name} are not used: its entry point some (rules_{name}:RULES)"
-        assert said in done.stderr
-        assert f"entry point some (rules_{name}:RULES) failed to load: " in broken[f"rules-{name}"]
-        assert f"\n  rules-{name}" in text
-    assert len(broken) == len(bodies)
-    assert "sm90.grouped_gemm" in {kernel["name"] for kernel in report["kernels"]}

@@ -7,7 +7,6 @@ import itertools
 
 import pytest
 
-from benchmarks import __main__ as command
 from benchmarks import ep_model, page
 from benchmarks.ep_model import (
     ALLGATHER,
@@ -71,10 +70,3 @@ def test_the_prediction_has_the_experts_of_the_measurement():
     assert found[1].predicted_ms == pytest.approx(5.0 + alltoall.exposed_ms)
     assert found[1].deviation == pytest.approx(found[1].predicted_ms / 6.0 - 1)
     assert not ep_model.checks(RESULTS, [ep_results("another GPU", alltoall=6.0)]), "without the experts' own time"
-
-
-def test_the_section_ep_needs_torchrun(capsys, monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(SystemExit):
-        command.main(["--only", "ep"])
-    assert "torchrun --nproc-per-node P -m benchmarks --only ep" in capsys.readouterr().err
