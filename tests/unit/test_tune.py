@@ -54,11 +54,13 @@ def problems():
     return [product.problem for product in tuning.products(tuning.Mlp(**SIZES), GPU.sms)]
 
 
-def test_winners_are_kept_and_chosen_by_later_processes(table, capsys):
+def test_winners_are_kept_and_chosen_by_later_processes(table, capsys, monkeypatch):
     before = [choose(problem) for problem in problems()]
     assert tune() == 0
     assert [choose(problem) for problem in problems()] == before, "no kernel changes in the middle of a run"
     again()
+    shipped = {problem.coarse: config.name for problem, config in zip(problems(), before, strict=True)}
+    monkeypatch.setattr(choice, "MEASURED", shipped)  # which the measurements of this machine overrule
     after = [choose(problem) for problem in problems()]
     assert after == [CANDIDATES[problem.family][-1] for problem in problems()] != before
     captured = capsys.readouterr()
