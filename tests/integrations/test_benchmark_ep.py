@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import distributed as dist
 
 from benchmarks import ep, ep_run
@@ -21,53 +20,6 @@ SHAPE = Shape("tiny", 24, hidden=16, intermediate=8, experts=6, top_k=3)
 TOKENS = 24
 CPU = torch.device("cpu")
 RAN = (REFERENCE, "allgather", UNFUSED_PEER, FUSED_PEER)  # on every machine
-
-
-def steps_on_a_rank(rank):
-    """The operands of a rank, and y and the gradients of each candidate; those of the reference by tokens of all."""
-    work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
-    nothing, why = ep.agreed(lambda: 1 // (1 - rank))  # which one rank lacks
-    assert nothing is None
-    assert why.startswith("ZeroDivisionError")
-    found, notes = {}, {}
-    for name, prepare in ep.CANDIDATES.items():
-        candidate, notes[name] = ep.agreed(lambda prepare=prepare: prepare(work))
-        if candidate is not None:
-            found[name] = [t.detach() for t in candidate.step()]
-    return (work.x, work.dy, work.index, work.probs, work.weight1, work.weight2), found, notes
-
-
-def in_one_process(given):
-    """y and the gradients of all ranks' tokens and experts, one after the other, in fp64."""
-    x, dy, index, probs, w1, w2 = (torch.cat(tensors) for tensors in zip(*given, strict=True))
-    leaves = [t.double().requires_grad_() for t in (x, probs, w1, w2)]
-    x, probs, w1, w2 = leaves
-    y = torch.zeros_like(x)
-    for t in range(len(x)):
-        for k in range(SHAPE.top_k):
-            gate, up = F.linear(x[t], w1[index[t, k]]).chunk(2)
-            y = y.index_add(0, torch.tensor([t]), (probs[t, k] * F.linear(F.silu(gate) * up, w2[index[t, k]]))[None])
-    return [y.detach(), *torch.autograd.grad(y, leaves, dy.double())]
-
-
-def close(got, expected):
-    return (got.double() - expected).norm() < 1e-5 * expected.norm()
-
-
-def test_all_variants_agree(ranks):
-    given, found, notes = zip(*ranks.run(steps_on_a_rank), strict=True)
-    assert notes[0] == notes[1]
-    assert set(RAN) <= set(found[0]) == set(found[1])
-    assert all(notes[0][name] for name in set(ep.CANDIDATES) - set(found[0])), "a reason for each that is left out"
-    assert set(torch.cat([of_rank[2] for of_rank in given]).flatten().tolist()) == set(range(SHAPE.experts))
-
-    expected = in_one_process(given)
-    for name in found[0]:
-        both = [of_rank[name] for of_rank in found]
-        for i, (what, wanted) in enumerate(zip(("y", *ep.Leaves._fields), expected, strict=True)):
-            partial = name == REFERENCE and what in ("y", "x", "probs")  # the ranks have parts for the tokens of both
-            got = both[0][i] + both[1][i] if partial else torch.cat([both[0][i], both[1][i]])
-            assert close(got, wanted), (name, what)
 
 
 def section_on_a_rank(rank, folder):
@@ -88,8 +40,7 @@ def test_the_section_writes_its_figures(ranks, tmp_path):
         base = rows[REFERENCE]["ms"]
         for name, row in rows.items():
             if row["note"]:
-                assert row["ms"] is None
-                assert name not in RAN
+                assert (row["ms"], name in RAN) == (None, False)
                 continue
             assert set(row["errors"]) == {"y", *ep.Leaves._fields}
             assert all(0 < error < 1e-5 for error in row["errors"].values()), name
@@ -104,6 +55,8 @@ def test_the_section_writes_its_figures(ranks, tmp_path):
 def errors_on_a_rank(rank, what):
     """The errors of a candidate one of whose results is wrong on the second rank."""
     work = ep.Work(SHAPE, TOKENS, CPU, torch.float32)
+    nothing, why = ep.agreed(lambda: 1 // (1 - rank))  # which this rank lacks: no rank may run it
+    assert (nothing, why.split(":")[0]) == (None, "ZeroDivisionError")
     candidate, _ = ep.agreed(lambda: ep.CANDIDATES["allgather"](work))
     step = candidate.step
 

@@ -45,7 +45,6 @@ import json
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import struct
 import subprocess
@@ -58,8 +57,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
-
-from kit.machine_code import LINE
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "fusedmoe"
@@ -191,43 +188,13 @@ def compare(base, here):
 # -- a difference for people
 
 
-def disassembler():
-    """Return the path of nvdisasm: on PATH, or out of its package on PyPI."""
-    packaged = Path(sys.prefix).glob("lib/*/site-packages/nvidia/*/bin/nvdisasm")
-    found = shutil.which("nvdisasm") or next(packaged, None)
-    if found is None:
-        raise UnableError("no nvdisasm: pip install nvidia-cuda-nvdisasm, or fusedmoe[dev]")
-    return found
-
-
-def disassembled(cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        ran = subprocess.run([disassembler(), "-c", "-hex", file.name], capture_output=True, text=True)
-    if ran.returncode:
-        raise UnableError(f"nvdisasm ended with status {ran.returncode}: {ran.stderr.strip()}")
-    return ran.stdout
-
-
-def instruction(code, number, at):
-    """Return an instruction of a function as text, with its address and its encoding."""
-    encodings = code.encodings(number)
-    if at >= len(encodings):
-        return "none: the code has ended"
-    _, _, listing = disassembled(code.cubin).partition(f".text.{code.functions[number]}:\n")
-    low, high = struct.unpack("<QQ", encodings[at])
-    address = at * INSTRUCTION_BYTES
-    text = next(f"{place} {text}" for place, text, _ in LINE.findall(listing) if int(place, 16) == address)
-    return f"{text}  /* 0x{low:016x} 0x{high:016x} */"
-
-
 def report(name, base, here, difference):
-    """Return the text that shows a difference."""
+    """Return the text that shows a difference, with the encodings of the first instructions that differ."""
     lines = [f"{name}: {difference}"]
     for number, at in difference.instructions.items():
         for side, code in (("base", base), ("here", here)):
-            lines.append(f"    {side}: instruction {at} of function {number}: {instruction(code, number, at)}")
+            encoding = b"".join(code.encodings(number)[at : at + 1])[::-1].hex() or "none: the code has ended"
+            lines.append(f"    {side}: instruction {at} of function {number}: {encoding}")
     return "\n".join(lines)
 
 

@@ -86,6 +86,12 @@ def test_no_gpu(machine, capabilities, init, said):
     assert (report.gpus, report.no_gpu) == ((), said)
 
 
+@pytest.mark.parametrize(("tool", "said"), [("true", "nvidia-smi lists no GPU"), ("false", "nvidia-smi failed: ")])
+def test_driver_version_of_nvidia_smi(monkeypatch, tool, said):
+    monkeypatch.setattr(module.shutil, "which", lambda name: f"/usr/bin/{tool}")
+    assert module.driver().startswith(said)
+
+
 def test_missing_package_names_the_extra_that_brings_it(monkeypatch):
     def version(name):
         raise module.metadata.PackageNotFoundError(name)

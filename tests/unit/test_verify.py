@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from fusedmoe.commands.verify import rules as whole
 from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
 from fusedmoe.commands.verify.calls import make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.commands.verify.checks import run_case
+from fusedmoe.commands.verify.checks import Found, Outcome, run_case
 from fusedmoe.commands.verify.machine import poisoned_memory
 from fusedmoe.commands.verify.rules import verify
-from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
 
@@ -533,3 +534,18 @@ def test_a_case_per_set_of_kernels_runs_in_another_process(folder):
 
 def test_a_process_that_dies_ends_nothing_else(folder):
     compile_ahead(AHEAD, Sizes(), CPU, str, end, processes=2)
+
+
+def test_it_begins_after_the_first_case_that_compiles(monkeypatch):
+    """Cases whose kernels are all in the cache compile nothing."""
+    ran, ahead = [], []
+
+    def run_case(case, *settings):
+        ran.append(case)
+        return Outcome(case, ("a rule",), Found())
+
+    monkeypatch.setattr(whole, "run_case", run_case)
+    monkeypatch.setattr(whole, "_rules_of", lambda machine: [])
+    monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - 1)))
+    verify(SimpleNamespace(device=CPU, arch=90), AHEAD, Sizes(), compile_ahead=lambda *given: ahead.append(given))
+    assert (ran, ahead) == (AHEAD, [(AHEAD[2:], Sizes(), CPU)])
