@@ -134,6 +134,8 @@ def test_one_matrix_and_stacked_weights(format, axis):
         found = quantize(x, format, axis)
         check(found, x, format, axis)
         assert len(found.tensors()) == 2 + format.tensor_scale
+        with pytest.raises(InputError, match="dgrad"):  # no product takes the other axis
+            found.along(-3 - axis, "dgrad")
         assert found.nbytes == sum(t.numel() * t.element_size() for t in found.tensors())
         # columns are rows of the transpose, whatever the strides
         check_same(found, quantize(x.mT, format, -3 - axis))

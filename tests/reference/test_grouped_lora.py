@@ -232,6 +232,7 @@ def test_state_dict_has_the_names_of_peft_and_loads_the_bare_layers():
     assert [tuple(op.state_dict()[n].shape) for n in names] == [(E, N), (E, N, K), (E, RANK, K), (E, N, RANK)]
     other.load_state_dict(op.state_dict())
     assert torch.equal(other(x, splits=SPLITS), op(x, splits=SPLITS))
+    assert op[1] is op.base_layer
     assert [*op[:2].state_dict()] == ["lora_A.weight", "base_layer.weight", "base_layer.bias"]
 
     bare = fm.Sequential(fm.GroupedLinear(E, K, N, bias=True, dtype=F64)).state_dict()

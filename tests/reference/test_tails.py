@@ -241,12 +241,6 @@ def test_splits_that_do_not_fit_are_an_error_before_and_after_a_module(bad):
             seq(torch.randn(ROWS, H), splits=bad)
 
 
-def test_a_separated_chain_is_explained_with_its_inputs_and_rows():
-    seq = fm.Sequential(fm.Scale("probs"), nn.Identity(), fm.GroupedLinear(E, H, H), nn.Identity(), fm.Linear(H, H))
-    assert seq.runtime_inputs == ("probs", "splits"), "in the order of first use"
-    assert len(seq.explain(torch.randn(ROWS, H), splits=SPLITS, probs=torch.rand(ROWS)).plans) == 3
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_tensor"])
 def test_a_nested_one_without_grouped_ops_takes_splits_where_there_are_any(recipe):
     dense = [fm.Linear(H, 2 * I), fm.SwiGLU(), fm.Linear(I, H)]

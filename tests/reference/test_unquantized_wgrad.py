@@ -92,15 +92,6 @@ def test_stochastic_rounding_is_for_the_input_gradient_alone():
     assert not torch.equal(found[0]["x"], found[1]["x"])
 
 
-@pytest.mark.parametrize("count", [0, 3])
-def test_few_rows_and_none(count):
-    fc, splits = fm.GroupedLinear(E, K, N), torch.tensor([0, count, 0, 0])
-    _, got, plain = three(
-        fc, {"x": leaf(count, K, dtype=F32), "dy": torch.randn(count, N), "splits": splits}, "fp8_block"
-    )
-    assert_bitwise(got["weight"], plain["weight"], zeros=not count)
-
-
 def test_no_gradient_of_the_rows(axes):
     """The gradient is then read by nothing in quantized form."""
     fc, call = fm.GroupedLinear(E, K, N), given()
