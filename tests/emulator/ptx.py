@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 REGISTER = re.compile(r"%(p|rs|rd|r)(\d+)")
 ENTRY = re.compile(r"\.entry (\S+?)\((.*?)\)[^{]*\{\n", re.DOTALL)
-PARAMETER = re.compile(r"\.param\s+(?:\.align \d+ )?\.(\w+) (\w+?)(?:\[(\d+)\])?\s*$", re.MULTILINE)
+POINTER = r"(?: \.ptr(?: \.(?:global|shared|const|local))?(?: \.align \d+)?)?"
+PARAMETER = re.compile(rf"\.param\s+(?:\.align \d+ )?\.(\w+){POINTER} (\w+?)(?:\[(\d+)\])?\s*$", re.MULTILINE)
 LABEL = re.compile(r"([$\w]+):\s*")
 GUARD = re.compile(r"@(!?)(%?\w+)\s+")
 FLOAT = re.compile(r"0[fFdD][0-9A-Fa-f]+$")

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-import fusedmoe as fm
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package, quantize_functions
 from fusedmoe.numerics.formats import Quantizer, mxfp8, nvfp4
 from fusedmoe.numerics.formats.groups import padded_rows
 from fusedmoe.numerics.formats.packed import Packed, padded_layout, quantize_packed
-from kit import sm90_stand_ins
+from kit import sm90_machine, sm90_stand_ins
 
 BF16 = torch.bfloat16
 E, H, I = 4, 256, 128  # noqa: E741  (experts, hidden, intermediate)
@@ -113,21 +112,12 @@ def bind_quantize_packed_weight(weight, *, rows=True, columns=False, halves=Fals
     return run
 
 
-def experts(act=None, *, scale=False, bias=False, hidden=H, width=I, dtype=BF16, options=None, num_groups=E):
+def experts(act=None, *, bias=False, hidden=H, width=I, **how):
     """GroupedLinear, an activation, a Scale where wanted, GroupedLinear. ``bias``: "trained", "frozen" or False."""
-    activation = fm.SwiGLU() if act is None else act
-    wide = 1 if isinstance(activation, fm.SquaredReLU) else 2
-    biased = bool(bias)
-    chain = fm.Sequential(
-        fm.GroupedLinear(num_groups, hidden, wide * width, bias=biased, dtype=dtype),
-        activation,
-        *([fm.Scale("probs")] if scale else []),
-        fm.GroupedLinear(num_groups, width, hidden, bias=biased, dtype=dtype),
-        **(options or {}),
-    )
+    chain = sm90_machine.experts(act, bias=bool(bias), hidden=hidden, width=width, **how)
     with torch.no_grad():
         chain[0].weight.mul_(4)  # activations are far from linear
-        for layer in (chain[0], chain[-1]) if biased else ():
+        for layer in (chain[0], chain[-1]) if bias else ():
             layer.bias.normal_()
             layer.bias.requires_grad_(bias == "trained")
     return chain

@@ -4,6 +4,8 @@ They are as strict as the kernels about what they are given, and round as the ke
 fp32, one rounding at the end.
 """
 
+import functools
+import inspect
 import math
 from itertools import pairwise
 
@@ -67,22 +69,46 @@ def _matrix(t, transposed=False):
     assert limits.why_not_matrix("t", t.shape, t.stride(), t.data_ptr(), transposed) is None
 
 
-class Bound:
-    """A function for tensors like these, which then come in some order; it refuses others."""
+def _kinds(operands):
+    """Strides do not count, since a gradient may come as a copy that the kernel can read, nor do dtypes of integers."""
+    for t in operands:
+        if isinstance(t, Codes):
+            t = t.codes
+        if isinstance(t, tuple):
+            yield from _kinds(t)
+        elif t is not None:
+            yield t.shape, t.is_floating_point() and t.dtype
 
-    def __init__(self, run, *tensors):
-        tensors = (t.codes if isinstance(t, Codes) else t for t in tensors)
-        self.run, self.kinds = run, [self.kind(t) for t in tensors]
 
-    @staticmethod
-    def kind(t):
-        # a gradient may come as a copy that the kernel can read
-        return (t.shape, t.dtype) if isinstance(t, torch.Tensor) else None
+def binds(*operands):
+    """Make a ``bind_...`` of a function of operands and settings.
 
-    def __call__(self, *tensors):
-        coming = [self.kind(t) for some in tensors for t in (some if isinstance(some, tuple) else (some,))]
-        assert all(kind in coming for kind in self.kinds), "bound for other tensors"
-        return self.run(*tensors)
+    It is called with the settings and with operands, and returns a function of operands alone, in this order. That
+    function refuses operands of another shape or dtype.
+    """
+
+    def decorate(function):
+        signature = inspect.signature(function)
+        absent = {name: signature.parameters[name].default for name in operands}
+        absent = {name: None if default is inspect.Parameter.empty else default for name, default in absent.items()}
+
+        @functools.wraps(function)
+        def bind(*args, **named):
+            given = signature.bind(*args, **named).arguments
+            kinds = [*_kinds(given.get(name) for name in operands)]
+            settings = {name: value for name, value in given.items() if name not in operands}
+
+            def run(*tensors, **named):
+                now = dict(zip(operands, tensors, strict=False)) | named
+                coming = [*_kinds(now.values())]
+                assert all(kind in coming for kind in kinds), "bound for other tensors"
+                return function(**settings, **absent | now)
+
+            return run
+
+        return bind
+
+    return decorate
 
 
 def _some(*tensors):
@@ -192,54 +218,50 @@ def _of_rows(name, product, offsets, experts, x, gather, by_rows, ranges, out=No
     return tuple(results)
 
 
-def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, ranges=False):
-    def run(x, weight, bias, offsets, row_scale, gather=None, out=None):
-        assert not ranges or out is not None, "the rules give the memory"
+@binds("x", "weight", "bias", "offsets", "row_scale", "gather", "out")
+def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, ranges=False, offsets=None, out=None):
+    assert not ranges or out is not None, "the rules give the memory"
 
-        def product(x, offsets, row_scale):
-            _note("gemm", x, options, bias=bias is not None, row_scale=row_scale is not None)
-            return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
+    def product(x, offsets, row_scale):
+        _note("gemm", x, options, bias=bias is not None, row_scale=row_scale is not None)
+        return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
 
-        (y,) = _of_rows("gemm", product, offsets, len(weight), x, gather, (row_scale,), ranges, out)
-        return y
-
-    return Bound(run, x, weight, bias, row_scale, *_some(gather))
+    (y,) = _of_rows("gemm", product, offsets, len(weight), x, gather, (row_scale,), ranges, out)
+    return y
 
 
+@binds("x", "weight", "bias", "offsets", "row_scale", "gather", "amax")
 def bind_grouped_gemm_activation(
-    x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, quantized=None, ranges=False
-):
+    x, weight, bias, row_scale, activation, keep_preactivation, options, gather=None, *, quantized=None, ranges=False,
+    offsets=None, amax=None,
+):  # fmt: skip
     if isinstance(x, Codes):
         assert not activation.interleaved
         assert not activation.gated or weight.codes.shape[1] % (32 if x.scale.dim() == 1 else 256) == 0
     else:
         assert quantized is None
+    of_codes = isinstance(x, Codes)
 
-    def run(x, weight, bias, offsets, row_scale, gather=None, amax=None):
-        of_codes = isinstance(x, Codes)
+    def product(x, offsets, row_scale):
+        what = {"keep": keep_preactivation, "quantized": quantized} if of_codes else {
+            "keep_preactivation": keep_preactivation, "row_scale": row_scale is not None,
+        }  # fmt: skip
+        _note("gemm_activation", x, options, **what)
+        p = _product(x, weight, offsets, bias)
+        kept = p.to(_dtype(x))
+        y = _scaled(_op(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
+        return (y, kept) if keep_preactivation else (y,)
 
-        def product(x, offsets, row_scale):
-            what = {"keep": keep_preactivation, "quantized": quantized} if of_codes else {
-                "keep_preactivation": keep_preactivation, "row_scale": row_scale is not None,
-            }  # fmt: skip
-            _note("gemm_activation", x, options, **what)
-            p = _product(x, weight, offsets, bias)
-            kept = p.to(_dtype(x))
-            y = _scaled(_op(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
-            return (y, kept) if keep_preactivation else (y,)
-
-        if not of_codes:
-            results = _of_rows("gemm_activation", product, offsets, len(weight), x, gather, (row_scale,), ranges)
-            return results if keep_preactivation else results[0]
-        y, *kept = product(x, offsets, row_scale)
-        if quantized is not None and quantized.block[1] is None:  # the place of an index is that of the scale
-            codes = quantize(y, quantized, -1, offsets=offsets, encode=gather).data
-            amax.copy_(quantizers.amax_by_expert(y, offsets))
-            return (codes, *kept)
-        written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=offsets)])[0]
-        return (*written, *kept)
-
-    return Bound(run, x, weight, bias, row_scale, *_some(gather))
+    if not of_codes:
+        results = _of_rows("gemm_activation", product, offsets, len(weight), x, gather, (row_scale,), ranges)
+        return results if keep_preactivation else results[0]
+    y, *kept = product(x, offsets, row_scale)
+    if quantized is not None and quantized.block[1] is None:  # the place of an index is that of the scale
+        codes = quantize(y, quantized, -1, offsets=offsets, encode=gather).data
+        amax.copy_(quantizers.amax_by_expert(y, offsets))
+        return (codes, *kept)
+    written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=offsets)])[0]
+    return (*written, *kept)
 
 
 def _derivative(grad_output, weight, offsets, preactivation, row_scale, activation):
@@ -255,41 +277,37 @@ def _derivative(grad_output, weight, offsets, preactivation, row_scale, activati
     return dp, _scaled(y, row_scale, offsets), ds
 
 
+@binds("grad_output", "weight", "offsets", "preactivation", "row_scale", "gather")
 def bind_grouped_gemm_activation_backward(
     grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather=None,
-    *, ranges=False,
+    *, ranges=False, offsets=None,
 ):  # fmt: skip
-    def run(grad_output, weight, offsets, preactivation, row_scale, gather=None):
-        name, dtype = "gemm_activation_backward", _dtype(grad_output)
+    name, dtype = "gemm_activation_backward", _dtype(grad_output)
 
-        def product(dy, offsets, p, row_scale):
-            _note(name, dy, options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
-            dp, y, ds = _derivative(dy, weight, offsets, p, row_scale, activation)
-            return dp.to(dtype), y.to(dtype) if want_output else None, ds if want_row_scale_grad else None
+    def product(dy, offsets, p, row_scale):
+        _note(name, dy, options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
+        dp, y, ds = _derivative(dy, weight, offsets, p, row_scale, activation)
+        return dp.to(dtype), y.to(dtype) if want_output else None, ds if want_row_scale_grad else None
 
-        by_rows = preactivation, row_scale
-        return _of_rows(name, product, offsets, len(weight), grad_output, gather, by_rows, ranges)
-
-    return Bound(run, grad_output, weight, preactivation, row_scale, *_some(gather))
+    by_rows = preactivation, row_scale
+    return _of_rows(name, product, offsets, len(weight), grad_output, gather, by_rows, ranges)
 
 
+@binds("grad_output", "weight", "offsets", "preactivation", "row_scale")
 def bind_grouped_gemm_activation_backward_codes(
-    grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options
-):
+    grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options, *,
+    offsets=None,
+):  # fmt: skip
     assert weight.codes.shape[1] % 128 == 0
     assert not activation.interleaved
     assert quantized.rule is ScaleRule.POWER_OF_TWO
     assert not quantized.amax_epsilon
-
-    def run(grad_output, weight, offsets, preactivation, row_scale):
-        what = {"quantized": quantized, "forms": forms, "want_row_scale_grad": want_row_scale_grad}
-        _note("gemm_activation_backward_codes", grad_output, options, **what)
-        dp, y, ds = _derivative(grad_output, weight, offsets, preactivation, row_scale, activation)
-        each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
-        written = [quantize(t.to(BF16), format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
-        return _forms(written), ds if want_row_scale_grad else None
-
-    return Bound(run, grad_output, weight, preactivation, row_scale)
+    what = {"quantized": quantized, "forms": forms, "want_row_scale_grad": want_row_scale_grad}
+    _note("gemm_activation_backward_codes", grad_output, options, **what)
+    dp, y, ds = _derivative(grad_output, weight, offsets, preactivation, row_scale, activation)
+    each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
+    written = [quantize(t.to(BF16), format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
+    return _forms(written), ds if want_row_scale_grad else None
 
 
 def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False, options=DEFAULT, rows=None):
@@ -317,77 +335,67 @@ def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=F
     return dw.to(dtype or _dtype(x))
 
 
+@binds("grad_output", "x", "offsets", "out", "gather")
 def bind_grouped_wgrad(
-    grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False
-):
+    grad_output, x, offsets, dtype, accumulate, options, gather=None, gathered=None, beside=False, *, transposed=False,
+    out=None,
+):  # fmt: skip
     assert gathered in ({None} if gather is None else {"grad_output", "x"})
     swapped = transposed and not (isinstance(x, Codes) and grad_output.codes.dtype is not x.codes.dtype)
     rows = x.codes.shape[1] if isinstance(x, Codes) else None
-
-    def run(grad_output, x, offsets, out=None, gather=None):
-        assert out is None or out.dtype is dtype
-        if beside:
-            calls.append(("beside", {}))
-        if gathered == "x":
-            x = _gathered("wgrad_x", x, gather)
-        else:
-            grad_output = _gathered("wgrad_dy", grad_output, gather)
-        settings = {"dtype": dtype, "accumulate": accumulate, "options": options, "rows": rows}
-        if not swapped:
-            return grouped_wgrad(grad_output, x, offsets, out=out, **settings)
-        assert out is None or out.mT.is_contiguous()
-        return grouped_wgrad(x, grad_output, offsets, out=None if out is None else out.mT, **settings).mT
-
-    return Bound(run, grad_output, x, offsets, *_some(gather))
+    assert out is None or out.dtype is dtype
+    if beside:
+        calls.append(("beside", {}))
+    if gathered == "x":
+        x = _gathered("wgrad_x", x, gather)
+    else:
+        grad_output = _gathered("wgrad_dy", grad_output, gather)
+    settings = {"dtype": dtype, "accumulate": accumulate, "options": options, "rows": rows}
+    if not swapped:
+        return grouped_wgrad(grad_output, x, offsets, out=out, **settings)
+    assert out is None or out.mT.is_contiguous()
+    return grouped_wgrad(x, grad_output, offsets, out=None if out is None else out.mT, **settings).mT
 
 
 # ---- rows without a product ------------------------------------------------------------------------------------------
 
 
+@binds("grad", "offsets")
 def bind_column_sums(grad, offsets, dtype=None):
-    def run(grad, offsets):
-        calls.append(("column_sums", {}))
-        _matrix(grad)
-        sums = [grad[rows].float().sum(0) for _, rows in _by_expert(offsets)]
-        return torch.stack(sums).to(dtype or grad.dtype)
-
-    return Bound(run, grad, offsets)
+    calls.append(("column_sums", {}))
+    _matrix(grad)
+    sums = [grad[rows].float().sum(0) for _, rows in _by_expert(offsets)]
+    return torch.stack(sums).to(dtype or grad.dtype)
 
 
+@binds("rows", "offsets")
 def bind_zero_tail(rows, offsets):
-    def run(rows, offsets):
-        calls.append(("zero_tail", {}))
-        _matrix(rows)
-        assert offsets.dtype is torch.int32
-        rows[int(offsets[-1]) :] = 0
-        return rows
-
-    return Bound(run, rows, offsets)
+    calls.append(("zero_tail", {}))
+    _matrix(rows)
+    assert offsets.dtype is torch.int32
+    rows[int(offsets[-1]) :] = 0
+    return rows
 
 
+@binds("splits")
 def bind_offsets_from_splits(splits, rows):
-    def run(splits, *_):
-        calls.append(("offsets_from_splits", {}))
-        assert splits.is_contiguous()
-        return plain_offsets(splits, rows)
-
-    return Bound(run, splits)
+    calls.append(("offsets_from_splits", {}))
+    assert splits.is_contiguous()
+    return plain_offsets(splits, rows)
 
 
-def bind_route(index, weight, experts, chunk_slots=None, num_rows=None):
-    def run(index, weight, counts=None):
-        calls.append(("route", {} if counts is None else {"counted": True}))
-        assert (counts is None) == (chunk_slots is None)
-        assert index.is_contiguous()
-        assert weight.is_contiguous()
-        assert index.dtype in (torch.int32, torch.int64)
-        slot_of_row, row_of_slot, splits = sort_by_expert(index, experts, num_rows)
-        probs = weight.flatten()[slot_of_row]
-        probs[splits.sum() :] = 0
-        token_of_row, offsets = slot_of_row // index.shape[1], splits.cumsum(0)
-        return splits, probs, row_of_slot, slot_of_row, token_of_row.to(torch.int32), offsets.to(torch.int32)
-
-    return Bound(run, index, weight)
+@binds("index", "weight", "counts")
+def bind_route(index, weight, experts, chunk_slots=None, num_rows=None, *, counts=None):
+    calls.append(("route", {} if counts is None else {"counted": True}))
+    assert (counts is None) == (chunk_slots is None)
+    assert index.is_contiguous()
+    assert weight.is_contiguous()
+    assert index.dtype in (torch.int32, torch.int64)
+    slot_of_row, row_of_slot, splits = sort_by_expert(index, experts, num_rows)
+    probs = weight.flatten()[slot_of_row]
+    probs[splits.sum() :] = 0
+    token_of_row, offsets = slot_of_row // index.shape[1], splits.cumsum(0)
+    return splits, probs, row_of_slot, slot_of_row, token_of_row.to(torch.int32), offsets.to(torch.int32)
 
 
 def _used(row_of_slot, slot_of_row):
@@ -403,153 +411,127 @@ def _activation_operands(x, scale):
         assert scale.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
+@binds("x", "scale")
 def bind_activation(x, scale, activation):
-    def run(x, scale):
-        calls.append(("activation", {"scale": scale is not None}))
-        _activation_operands(x, scale)
-        y = _op(activation).compute(x.float())
-        return (y if scale is None else y * scale.float()[:, None]).to(x.dtype)
-
-    return Bound(run, *_some(x, scale))
+    calls.append(("activation", {"scale": scale is not None}))
+    _activation_operands(x, scale)
+    y = _op(activation).compute(x.float())
+    return (y if scale is None else y * scale.float()[:, None]).to(x.dtype)
 
 
+@binds("dy", "x", "scale")
 def bind_activation_backward(dy, x, scale, activation, want_scale, want_output):
-    def run(dy, x, scale):
-        calls.append(("activation_backward", {"want_scale": want_scale, "want_output": want_output}))
-        _activation_operands(x, scale)
-        _matrix(dy)
-        assert dy.dtype is x.dtype
-        op, p, d = _op(activation), x.float(), dy.float()
-        factor = 1.0 if scale is None else scale.float()[:, None]
-        (derivative,) = op.backward_ops()
-        y = op.compute(p)
-        return (
-            derivative.compute(d * factor, p).to(x.dtype),
-            (d * y).sum(1).to(scale.dtype) if want_scale else None,
-            (y * factor).to(x.dtype) if want_output else None,
-        )
-
-    return Bound(run, *_some(dy, x, scale))
+    calls.append(("activation_backward", {"want_scale": want_scale, "want_output": want_output}))
+    _activation_operands(x, scale)
+    _matrix(dy)
+    assert dy.dtype is x.dtype
+    op, p, d = _op(activation), x.float(), dy.float()
+    factor = 1.0 if scale is None else scale.float()[:, None]
+    (derivative,) = op.backward_ops()
+    y = op.compute(p)
+    return (
+        derivative.compute(d * factor, p).to(x.dtype),
+        (d * y).sum(1).to(scale.dtype) if want_scale else None,
+        (y * factor).to(x.dtype) if want_output else None,
+    )
 
 
-def bind_gather_rows(source, row_of_slot, scale, num_rows=None):
-    def run(source, row_of_slot, slot_of_row, scale=None):
-        assert slot_of_row.numel() == (row_of_slot.numel() if num_rows is None else num_rows)
-        calls.append(("gather_rows", {"scale": scale is not None}))
-        _matrix(source)
-        rows = source[slot_of_row // row_of_slot.shape[1]].float()
-        rows = rows if scale is None else rows * scale.float()[:, None]
-        rows[~_used(row_of_slot, slot_of_row)] = 0
-        return rows.to(source.dtype)
-
-    return Bound(run, *_some(source, scale))
+@binds("source", "row_of_slot", "slot_of_row", "scale")
+def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=None):
+    assert slot_of_row.numel() == (row_of_slot.numel() if num_rows is None else num_rows)
+    calls.append(("gather_rows", {"scale": scale is not None}))
+    _matrix(source)
+    rows = source[slot_of_row // row_of_slot.shape[1]].float()
+    rows = rows if scale is None else rows * scale.float()[:, None]
+    rows[~_used(row_of_slot, slot_of_row)] = 0
+    return rows.to(source.dtype)
 
 
-def bind_copy_rows(rows, sms):
-    def run(rows, row_of, out):
-        calls.append(("copy_rows", {"sms": sms}))
-        _matrix(rows)
-        out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
-
-    return Bound(run, rows)
+@binds("rows", "row_of", "out")
+def bind_copy_rows(rows, sms, *, row_of=None, out=None):
+    calls.append(("copy_rows", {"sms": sms}))
+    _matrix(rows)
+    out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
 
 
-def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None):
-    def run(offsets, token_of_row, out):
-        calls.append(("row_ranges", {}))
-        experts, rows = len(offsets), len(token_of_row)
-        found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
-        for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), rows])):
-            own, own_end = (start + int((token_of_row[start:stop] < bound).sum()) for bound in (first, end))
-            own = min(start - (start - own) // ROW_TILE * ROW_TILE, stop)
-            own_end = stop if own_end == stop else max(own, start + (own_end - start) // ROW_TILE * ROW_TILE)
-            if e >= (experts if divided is None else divided):
-                own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
-            found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
-        out[:-1] = found.flatten()
-        return out
-
-    return Bound(run, offsets, token_of_row)
+@binds("offsets", "token_of_row", "out")
+def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None, *, out=None):
+    calls.append(("row_ranges", {}))
+    experts, rows = len(offsets), len(token_of_row)
+    found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
+    for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), rows])):
+        own, own_end = (start + int((token_of_row[start:stop] < bound).sum()) for bound in (first, end))
+        own = min(start - (start - own) // ROW_TILE * ROW_TILE, stop)
+        own_end = stop if own_end == stop else max(own, start + (own_end - start) // ROW_TILE * ROW_TILE)
+        if e >= (experts if divided is None else divided):
+            own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
+        found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
+    out[:-1] = found.flatten()
+    return out
 
 
-def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0):
-    def run(rows, row_of_slot, scale=None, addend=None, into=None):
-        what = {"adds": addend is not None, "beside_sms": beside_sms}
-        calls.append(("sum_slots", {"scale": scale is not None} | {k: v for k, v in what.items() if v}))
-        _matrix(rows)
-        out = torch.zeros(row_of_slot.shape[0], rows.shape[1])
-        if addend is not None:
-            assert addend.dtype is rows.dtype
-            out += addend.float()
-        for t, of_token in enumerate(row_of_slot.tolist()):
-            for row in of_token:
-                if row < rows.shape[0]:
-                    out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
-        if into is not None:
-            return into.copy_(out)
-        return out.to(rows.dtype) if addend is None else addend.copy_(out)
-
-    return Bound(run, *_some(rows, scale, addend))
+@binds("rows", "row_of_slot", "scale", "addend", "into")
+def bind_sum_slots(rows, row_of_slot, scale, addend=None, beside_sms=0, *, into=None):
+    what = {"adds": addend is not None, "beside_sms": beside_sms}
+    calls.append(("sum_slots", {"scale": scale is not None} | {k: v for k, v in what.items() if v}))
+    _matrix(rows)
+    out = torch.zeros(row_of_slot.shape[0], rows.shape[1])
+    if addend is not None:
+        assert addend.dtype is rows.dtype
+        out += addend.float()
+    for t, of_token in enumerate(row_of_slot.tolist()):
+        for row in of_token:
+            if row < rows.shape[0]:
+                out[t] += rows[row].float() * (1 if scale is None else scale[row].float())
+    if into is not None:
+        return into.copy_(out)
+    return out.to(rows.dtype) if addend is None else addend.copy_(out)
 
 
-def bind_sum_slots_and_part(rows, row_of_slot, scale):
-    total = bind_sum_slots(rows, row_of_slot, scale)
-
-    def run(rows, row_of_slot, scale, part):
-        assert part.dtype is rows.dtype
-        return total(rows, row_of_slot, scale) + part
-
-    return Bound(run, *_some(rows, scale))
+@binds("rows", "row_of_slot", "scale", "part")
+def bind_sum_slots_and_part(rows, row_of_slot, scale, *, part=None):
+    assert part.dtype is rows.dtype
+    return bind_sum_slots(rows, row_of_slot, scale)(rows, row_of_slot, scale) + part
 
 
-def bind_row_dots(source, rows, row_of_slot, dtype):
-    def run(source, rows, row_of_slot, slot_of_row):
-        calls.append(("row_dots", {}))
-        _matrix(rows)
-        _matrix(source)
-        dots = (source[slot_of_row // row_of_slot.shape[1]].float() * rows.float()).sum(1)
-        dots[~_used(row_of_slot, slot_of_row)] = 0
-        return dots.to(dtype)
-
-    return Bound(run, source, rows)
+@binds("source", "rows", "row_of_slot", "slot_of_row")
+def bind_row_dots(source, rows, row_of_slot, dtype, *, slot_of_row=None):
+    calls.append(("row_dots", {}))
+    _matrix(rows)
+    _matrix(source)
+    dots = (source[slot_of_row // row_of_slot.shape[1]].float() * rows.float()).sum(1)
+    dots[~_used(row_of_slot, slot_of_row)] = 0
+    return dots.to(dtype)
 
 
+@binds("values", "row_of_slot")
 def bind_slot_values(values, row_of_slot):
-    def run(values, row_of_slot):
-        calls.append(("slot_values", {}))
-        assert values.is_contiguous()
-        return torch.cat([values, values.new_zeros(1)])[row_of_slot]
-
-    return Bound(run, values)
+    calls.append(("slot_values", {}))
+    assert values.is_contiguous()
+    return torch.cat([values, values.new_zeros(1)])[row_of_slot]
 
 
+@binds("x", "offsets", "index")
 def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, columns=False):
-    def run(x, offsets=None, index=None):
-        calls.append(("quantize_rows", {"rows": rows, "columns": columns}))
-        x = _gathered("quantize_rows", x, index)
-        _matrix(x)
-        return _forms([quantize(x, format, axis, offsets=offsets) for axis in _axes(rows, columns)])
-
-    return Bound(run, *_some(x, offsets, index))
+    calls.append(("quantize_rows", {"rows": rows, "columns": columns}))
+    x = _gathered("quantize_rows", x, index)
+    _matrix(x)
+    return _forms([quantize(x, format, axis, offsets=offsets) for axis in _axes(rows, columns)])
 
 
+@binds("weight")
 def bind_quantize_weight(weight, format, *, rows=True, columns=False):
-    def run(weight):
-        calls.append(("quantize_weight", {"rows": rows, "columns": columns}))
-        _matrix(weight, transposed=True)
-        return _forms([quantize(weight, format, axis) for axis in _axes(rows, columns)])
-
-    return Bound(run, weight)
+    calls.append(("quantize_weight", {"rows": rows, "columns": columns}))
+    _matrix(weight, transposed=True)
+    return _forms([quantize(weight, format, axis) for axis in _axes(rows, columns)])
 
 
+@binds("codes", "scale")
 def bind_transpose_codes(codes, scale):
-    def run(codes, scale):
-        calls.append(("transpose_codes", {"shape": tuple(codes.shape)}))
-        assert codes.is_contiguous()
-        stored = scale_like(scale, scale.shape[-1], codes.shape[-2], codes.shape[0])
-        return codes.mT.contiguous(), stored.copy_(scale.mT)
-
-    return Bound(run, codes, scale)
+    calls.append(("transpose_codes", {"shape": tuple(codes.shape)}))
+    assert codes.is_contiguous()
+    stored = scale_like(scale, scale.shape[-1], codes.shape[-2], codes.shape[0])
+    return codes.mT.contiguous(), stored.copy_(scale.mT)
 
 
 def _axes(rows, columns):
@@ -563,58 +545,55 @@ def _forms(forms):
     return tuple((f.data, scale.copy_(f.scale)) for f, scale in zip(forms, scales, strict=True))
 
 
+@binds("x", "offsets", "index")
 def bind_magnitudes(
     x, offsets=None, index=None, *, of_rows=False, of_columns=False, of_experts=False, of_experts_rotated=False
 ):
-    def run(x, offsets=None, index=None):
-        x = _gathered("magnitudes", x, index)
-        found = []
-        if of_rows:
-            values, _ = quantizers._laid_out(x, -1, offsets, 1)
-            found.append(quantizers._finite_magnitude(values).amax(-1).flatten())
-        if of_columns:
-            values, experts = quantizers._laid_out(x, -2, offsets, 16)
-            amax = experts.amax_of_rows(quantizers._finite_magnitude(values))
-            found.append(amax[..., 0] if x.dim() == 3 else amax.mT)
-        if of_experts:
-            found.append(quantizers.amax_by_expert(x, offsets))
-        if of_experts_rotated:
-            values, experts = quantizers._laid_out(x, -2, offsets, 16)
-            turned = rotate(torch.nn.functional.pad(values, (0, -values.shape[-1] % 16))).float()
-            found.append(experts.amax(quantizers._finite_magnitude(turned)))
-        return tuple(found)
-
-    return Bound(run, *_some(x, offsets, index))
+    x = _gathered("magnitudes", x, index)
+    found = []
+    if of_rows:
+        values, _ = quantizers._laid_out(x, -1, offsets, 1)
+        found.append(quantizers._finite_magnitude(values).amax(-1).flatten())
+    if of_columns:
+        values, experts = quantizers._laid_out(x, -2, offsets, 16)
+        amax = experts.amax_of_rows(quantizers._finite_magnitude(values))
+        found.append(amax[..., 0] if x.dim() == 3 else amax.mT)
+    if of_experts:
+        found.append(quantizers.amax_by_expert(x, offsets))
+    if of_experts_rotated:
+        values, experts = quantizers._laid_out(x, -2, offsets, 16)
+        turned = rotate(torch.nn.functional.pad(values, (0, -values.shape[-1] % 16))).float()
+        found.append(experts.amax(quantizers._finite_magnitude(turned)))
+    return tuple(found)
 
 
+@binds("x", "offsets", "index", "factors", "random", "largest")
 def bind_quantize_format(
-    x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False, amax=False
-):
-    def run(x, offsets=None, index=None, factors=(), random=(), largest=None):
-        calls.append(("quantize_format", {"rows": rows, "columns": columns}))
-        x = _gathered("quantize_format", x, index)
-        _matrix(x, transposed=False)
-        assert amax is (largest is not None)
-        if amax:
-            assert not largest.any()
-            largest.copy_(quantizers.amax_by_expert(x, offsets))
-        forms = []
-        for i, axis in enumerate(_axes(rows, columns)):
-            if format.block == (1, None):
-                forms.append((_scaled_by(x, axis, offsets, factors[i], format), None))
-                continue
-            if format.block == (None, None):
-                form = quantize(x, format, axis, offsets=offsets, encode=factors[i])
-                forms.append((form.data.view(torch.uint8), None))
-                continue
-            quantizer = Quantizer(format, stochastic, rotated)
-            form = quantize(x, quantizer, axis, offsets=offsets, random_bits=random[i] if random else None)
-            if factors:
-                assert torch.equal(1 / factors[i], form.tensor_scale)
-            forms.append((form.data.view(torch.uint8), form.scale.view(torch.uint8)))
-        return tuple(forms)
-
-    return Bound(run, *_some(x, offsets, index))
+    x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False, amax=False,
+    factors=(), random=(), largest=None,
+):  # fmt: skip
+    calls.append(("quantize_format", {"rows": rows, "columns": columns}))
+    x = _gathered("quantize_format", x, index)
+    _matrix(x, transposed=False)
+    assert amax is (largest is not None)
+    if amax:
+        assert not largest.any()
+        largest.copy_(quantizers.amax_by_expert(x, offsets))
+    forms = []
+    for i, axis in enumerate(_axes(rows, columns)):
+        if format.block == (1, None):
+            forms.append((_scaled_by(x, axis, offsets, factors[i], format), None))
+            continue
+        if format.block == (None, None):
+            form = quantize(x, format, axis, offsets=offsets, encode=factors[i])
+            forms.append((form.data.view(torch.uint8), None))
+            continue
+        quantizer = Quantizer(format, stochastic, rotated)
+        form = quantize(x, quantizer, axis, offsets=offsets, random_bits=random[i] if random else None)
+        if factors:
+            assert torch.equal(1 / factors[i], form.tensor_scale)
+        forms.append((form.data.view(torch.uint8), form.scale.view(torch.uint8)))
+    return tuple(forms)
 
 
 def _scaled_by(x, axis, offsets, factor, format):
@@ -629,54 +608,47 @@ def _scaled_by(x, axis, offsets, factor, format):
     return to_codes(values * factor, format.element).view(torch.uint8)
 
 
+@binds("codes", "offsets")
 def bind_transpose_rows(codes, offsets):
-    def run(codes, offsets):
-        calls.append(("transpose_rows", {}))
-        assert codes.is_contiguous()
-        assert codes.shape[1] % 16 == 0
-        padded = PaddedRows.of(offsets, len(codes), 128)
-        return padded.spread(codes.view(torch.uint8)).mT.contiguous().view(codes.dtype)
-
-    return Bound(run, codes, offsets)
+    calls.append(("transpose_rows", {}))
+    assert codes.is_contiguous()
+    assert codes.shape[1] % 16 == 0
+    padded = PaddedRows.of(offsets, len(codes), 128)
+    return padded.spread(codes.view(torch.uint8)).mT.contiguous().view(codes.dtype)
 
 
-def bind_update_amax_history(most, least, *, power_of_two, most_recent):
+@binds("history", "amax", "reference", "encode", "previous")
+def bind_update_amax_history(
+    most, least, *, power_of_two, most_recent, history=None, amax=None, reference=None, encode=None, previous=None
+):
     margin = round(math.log2(E5M2.max / most))  # as many binades from E5M2 have the same quotients
     assert E5M2.max / 2**margin == most
     format = fp8_tensor(E5M2, power_of_two, least)
-
-    def run(history, amax, reference, encode, previous):
-        calls.append(("update_amax_history", {}))
-        plain = AmaxHistory(Quantizer(format, delayed=Delayed(len(history), most_recent, margin)), len(amax), CPU)
-        plain.amax, plain.reference, plain.encode, plain.previous = history, reference, encode, previous
-        plain.update(amax)
-        return 1 / previous
-
-    return run
+    calls.append(("update_amax_history", {}))
+    plain = AmaxHistory(Quantizer(format, delayed=Delayed(len(history), most_recent, margin)), len(amax), CPU)
+    plain.amax, plain.reference, plain.encode, plain.previous = history, reference, encode, previous
+    plain.update(amax)
+    return 1 / previous
 
 
+@binds("codes", "scale")
 def bind_dequantize(codes, scale, format, *, transposed=False):
-    def run(codes, scale):
-        calls.append(("dequantize", {"transposed": transposed}))
-        values, _ = QuantizedTensor(codes, scale, format, -1, codes.shape, BF16, scale).split(BF16)
-        return values.mT.contiguous() if transposed else values
-
-    return Bound(run, codes)
+    calls.append(("dequantize", {"transposed": transposed}))
+    values, _ = QuantizedTensor(codes, scale, format, -1, codes.shape, BF16, scale).split(BF16)
+    return values.mT.contiguous() if transposed else values
 
 
-def bind_router(x, weight, bias, choice, want_sums, options):
-    def run(x, weight, bias, correction):
-        calls.append(("router", {"options": options, "sums": want_sums}))
-        _matrix(x)
-        _matrix(weight)
-        assert (x.dtype, weight.dtype) in ((BF16, BF16), (BF16, torch.float32), (torch.float16, torch.float16))
-        assert choice.corrected is (correction is not None)
-        router = _router(choice, weight.shape[0], weight.shape[1])
-        index, weights, logits, *sums = router.compute(x, weight, bias, correction, all_values=True)
-        counts = torch.zeros(1, weight.shape[0] + 1, dtype=torch.int32)
-        return Routed(index, weights, logits, counts, torch.cat([sums[0], sums[1][None]]) if want_sums else None)
-
-    return Bound(run, x, weight, bias)
+@binds("x", "weight", "bias", "correction")
+def bind_router(x, weight, bias, choice, want_sums, options, *, correction=None):
+    calls.append(("router", {"options": options, "sums": want_sums}))
+    _matrix(x)
+    _matrix(weight)
+    assert (x.dtype, weight.dtype) in ((BF16, BF16), (BF16, torch.float32), (torch.float16, torch.float16))
+    assert choice.corrected is (correction is not None)
+    router = _router(choice, weight.shape[0], weight.shape[1])
+    index, weights, logits, *sums = router.compute(x, weight, bias, correction, all_values=True)
+    counts = torch.zeros(1, weight.shape[0] + 1, dtype=torch.int32)
+    return Routed(index, weights, logits, counts, torch.cat([sums[0], sums[1][None]]) if want_sums else None)
 
 
 def _router(choice, experts, hidden):
@@ -690,32 +662,29 @@ def bind_route_counted(index, weight, experts, num_rows=None):
     return bind_route(index, weight, experts, 1, num_rows)
 
 
-def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole, weight):
+@binds("logits", "index", "grads", "weight")
+def bind_logits_grad(logits, grads, choice, blocks, groups, want_sums, want_whole, weight, *, index=None):
     assert any(g is not None for g in (grads.weight, *grads[2:]))
-
-    def run(logits, index, grads, weight=None):
-        calls.append(("logits_grad", {"blocks": blocks, "rows": grads.row_of_slot is not None}))
-        of_weight, row_of_slot, *others = grads
-        assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (of_weight, *others))
-        of_logits = others[0]
-        assert of_logits is None or limits.why_not_address("the gradient of the logits", of_logits.data_ptr()) is None
-        if row_of_slot is not None:
-            of_weight = torch.cat([of_weight, of_weight.new_zeros(1)])[row_of_slot]
-        (derivative, *_) = _router(choice, logits.shape[1], 8).backward_ops()
-        whole = derivative.compute(of_weight, *others, logits, index)
-        split, rest = [], whole
-        for _ in range(3):
-            split.append(rest.to(BF16))
-            rest = torch.where(split[-1].isfinite(), rest - split[-1].float(), 0.0)
-        wide = torch.zeros(len(logits), len(blocks), router_functions.padded(logits.shape[1]), dtype=BF16)
-        for i, part in enumerate(blocks):
-            wide[:, i, : logits.shape[1]] = split[part]
-        ends = torch.arange(1, groups + 1) * (-(-len(logits) // groups // 64) * 64)
-        ends = ends.clamp(max=len(logits)).to(torch.int32)
-        sums, whole = whole.sum(0) if want_sums else None, whole if want_whole else None
-        return LogitsGrad(wide.flatten(1), ends, sums, whole, None if weight is None else _weight_parts(weight))
-
-    return Bound(run, logits, *_some(*grads, weight))
+    calls.append(("logits_grad", {"blocks": blocks, "rows": grads.row_of_slot is not None}))
+    of_weight, row_of_slot, *others = grads
+    assert all(g is None or (g.is_contiguous() and g.dtype is torch.float32) for g in (of_weight, *others))
+    of_logits = others[0]
+    assert of_logits is None or limits.why_not_address("the gradient of the logits", of_logits.data_ptr()) is None
+    if row_of_slot is not None:
+        of_weight = torch.cat([of_weight, of_weight.new_zeros(1)])[row_of_slot]
+    (derivative, *_) = _router(choice, logits.shape[1], 8).backward_ops()
+    whole = derivative.compute(of_weight, *others, logits, index)
+    split, rest = [], whole
+    for _ in range(3):
+        split.append(rest.to(BF16))
+        rest = torch.where(split[-1].isfinite(), rest - split[-1].float(), 0.0)
+    wide = torch.zeros(len(logits), len(blocks), router_functions.padded(logits.shape[1]), dtype=BF16)
+    for i, part in enumerate(blocks):
+        wide[:, i, : logits.shape[1]] = split[part]
+    ends = torch.arange(1, groups + 1) * (-(-len(logits) // groups // 64) * 64)
+    ends = ends.clamp(max=len(logits)).to(torch.int32)
+    sums, whole = whole.sum(0) if want_sums else None, whole if want_whole else None
+    return LogitsGrad(wide.flatten(1), ends, sums, whole, None if weight is None else _weight_parts(weight))
 
 
 def _weight_parts(weight):
@@ -731,26 +700,22 @@ def _blocks(parts, experts):
     return parts.unflatten(1, (-1, router_functions.padded(experts)))[..., :experts].double()
 
 
-def bind_router_dgrad(parts, weight, options):
-    def run(parts, ends, weight):
-        calls.append(("router_dgrad", {"options": options}))
-        assert ends[-1] == len(parts)
-        return (parts[:, : len(weight)].double() @ weight.double()).to(BF16)
-
-    return Bound(run, parts, _weight_parts(weight))
+@binds("parts", "ends", "weight_parts")
+def bind_router_dgrad(parts, weight, options, *, ends=None, weight_parts=None):
+    calls.append(("router_dgrad", {"options": options}))
+    assert ends[-1] == len(parts)
+    return (parts[:, : len(weight_parts)].double() @ weight_parts.double()).to(BF16)
 
 
-def bind_router_wgrad(parts, x, experts, groups, dtype, options):
-    def run(parts, ends, x):
-        calls.append(("router_wgrad", {"options": options}))
-        assert len(ends) == groups
-        assert ends[-1] == len(parts)
-        blocks = _blocks(parts, experts)
-        if dtype is torch.float32:
-            blocks = blocks[:, 1:]
-        return (blocks.sum(1).T @ x.double()).to(dtype)
-
-    return Bound(run, parts, x)
+@binds("parts", "ends", "x")
+def bind_router_wgrad(parts, x, experts, groups, dtype, options, *, ends=None):
+    calls.append(("router_wgrad", {"options": options}))
+    assert len(ends) == groups
+    assert ends[-1] == len(parts)
+    blocks = _blocks(parts, experts)
+    if dtype is torch.float32:
+        blocks = blocks[:, 1:]
+    return (blocks.sum(1).T @ x.double()).to(dtype)
 
 
 ROUTER = {name: function for name, function in globals().items() if name.startswith("bind_") and "rout" in name}

@@ -2,6 +2,7 @@
 look at a gradient sees what it sees without this. Stand-ins of the kernels run on the CPU.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -121,16 +122,6 @@ def test_torch_autograd_grad_gets_the_gradient_alone(backend):
     check(chain, expected)
 
 
-def test_backward_for_some_weights():
-    chain, (first, second) = small(), micro_batches(2)
-    expected = [want(chain, [first, second])[0], want(chain, [first])[1]]
-    backward(chain, first)
-    stand_ins.calls.clear()
-    backward(chain, second, inputs=weights_of(chain)[:1])
-    assert sorted(added()) == [False, True]
-    check(chain, expected)
-
-
 @COMPILED
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after accumulation"])
 def test_hooks(after, backend):
@@ -167,22 +158,34 @@ def test_views_of_a_buffer_stay_views(backend):
     assert all(weight.grad._base is buffer for weight in weights)
 
 
-@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-def test_gradients_of_another_layout():
-    chain, (first, second) = small(), micro_batches(2)
-    expected = want(chain, [first, second])
-    backward(chain, first)
+def in_another_layout(chain):
     for weight in weights_of(chain):
         weight.grad = weight.grad.mT.contiguous().mT
+    return contextlib.nullcontext()
+
+
+def compiled_autograd(chain):
+    return torch._dynamo.compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager"))
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Anomaly Detection")
+@pytest.mark.parametrize(("how", "backend"), [
+    (in_another_layout, None), (compiled_autograd, "aot_eager"),
+    (lambda chain: torch.autograd.detect_anomaly(check_nan=True), None),
+])  # fmt: skip
+def test_where_autograd_adds(how, backend):
+    chain, (first, second) = small(), micro_batches(2)
+    expected, call = want(chain, [first, second]), compiled(chain, backend)
+    backward(call, first)
     stand_ins.calls.clear()
-    backward(chain, second)
+    with how(chain):
+        backward(call, second)
     assert not any(added())
     check(chain, expected)
 
 
-@pytest.mark.parametrize(("backend", "equal"), [
-    (None, False), ("aot_eager", False), ("aot_eager", True), ("inductor", True),
-])  # fmt: skip
+@pytest.mark.parametrize(("backend", "equal"), [(None, False), ("aot_eager", False), ("inductor", True)])
 def test_two_calls_in_one_graph(backend, equal):
     """torch computes equal calls once, and adds both gradients."""
     chain, (first, second, third) = small(), micro_batches(3)
@@ -250,31 +253,6 @@ def test_second_derivatives_add_by_autograd():
         near(weight.grad, total)
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["unfused", "fp32 weights under autocast"])
-def test_steps_whose_gradients_autograd_adds(autocast):
-    chain, batches = small(dtype=torch.float32 if autocast else BF16), micro_batches(2)
-    if autocast:
-        batches = [(x.detach().float(), named) for x, named in batches]
-    with torch.autocast("cpu", BF16, enabled=autocast), fm.disabled(*([] if autocast else ["*"])):
-        expected = want(chain, batches)
-        backward(chain, *batches)
-    assert not any(added())
-    check(chain, expected)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_autograd():
-    from torch._dynamo import compiled_autograd
-
-    chain, batches = small(), micro_batches(3)
-    expected, call = want(chain, batches), compiled(chain, "aot_eager")
-    for batch in batches:
-        with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="aot_eager")):
-            backward(call, batch)
-    assert not any(added())
-    check(chain, expected)
-
-
 def test_a_weight_that_is_frozen_before_the_backward_pass():
     chain, (first, second) = small(), micro_batches(2)
     expected = want(chain, [first])
@@ -304,24 +282,6 @@ class Transposed(torch.nn.Module):
         return self.chain.forward_with({"0.weight": self.first.mT, "3.weight": self.second.mT}, x, **named)
 
 
-@COMPILED
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-def test_gradients_have_the_layout_of_the_parameter(fused, backend):
-    model, batches, strides = Transposed(), micro_batches(3), []
-    plain = Transposed(transposed_grad=False)
-    plain.load_state_dict(model.state_dict())
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: strides.append(grad.stride()))
-    with fm.disabled(*(() if fused else ("*",))):
-        backward(compiled(model, backend), *batches)
-        stand_ins.calls.clear()
-        backward(plain, *batches)
-    assert not any(added()), "without the attribute"
-    assert sorted(strides) == sorted([p.stride() for p in model.parameters()] * len(batches))
-    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
-        near(parameter.grad, other.grad)
-
-
 @pytest.mark.parametrize("backend", [None, "inductor"], ids=["", "compiled"])
 def test_kernels_add_to_transposed_gradients(backend):
     """Inductor passes the parameter itself."""
@@ -331,6 +291,31 @@ def test_kernels_add_to_transposed_gradients(backend):
     assert added() == [False] * 2 + [True] * 4
     check(model, expected)
     assert all(parameter.grad.is_contiguous() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("frozen", ["first", "second"])
+def test_a_frozen_transposed_weight_in_a_graph(frozen):
+    model, (batch,) = Transposed(), micro_batches(1)
+    model.get_parameter(frozen).requires_grad_(False)
+    (trained,) = [p for p in model.parameters() if p.requires_grad]
+    (wanted,) = torch.autograd.grad(loss_of(model, batch), [trained])
+    backward(compiled(model, "aot_eager"), batch)
+    assert wanted.any()
+    assert torch.equal(trained.grad, wanted)
+
+
+def test_an_own_parameter_of_a_layer_with_the_attribute():
+    chain, batches = small(), micro_batches(2)
+    expected = want(chain, batches)
+    for layer in (chain[0], chain[3]):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+        layer.transposed_grad = True
+    for backend in (None, "aot_eager"):
+        chain.zero_grad()
+        backward(compiled(chain, backend), *batches)
+        for weight, total in zip(weights_of(chain), expected, strict=True):
+            assert weight.grad.mT.is_contiguous()
+            near(weight.grad, total)
 
 
 # ---- code that sees or changes a gradient before autograd adds it ----------------------------------------------------
@@ -406,37 +391,6 @@ def test_code_that_holds_a_gradient_of_a_graph(held):
     for weight, other in zip(weights_of(chain), kept, strict=False):
         assert torch.equal(weight.grad.view_as(other), other)
         assert weight.grad.data_ptr() == other.data_ptr()
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_detection_sees_the_gradient(monkeypatch):
-    chain, (first, second) = small(), micro_batches(2)
-    backward(chain, first)
-    original = stand_ins.grouped_wgrad
-    monkeypatch.setattr(stand_ins, "grouped_wgrad", lambda *of, **named: original(*of, **named).fill_(torch.nan))
-    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan values"):
-        backward(chain, second)
-
-
-def test_an_error_after_an_addition_counts_a_change(monkeypatch):
-    """The cache of quantized weights, and a graph that has saved the gradient, compare its version."""
-    chain, (first, second) = small(), micro_batches(2)
-    backward(chain, first)
-    grads = [w.grad for w in weights_of(chain)]
-    before = [(grad.clone(), grad._version) for grad in grads]
-    original, calls = stand_ins.grouped_wgrad, []
-
-    def second_fails(*of, **named):
-        calls.append(of)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return original(*of, **named)
-
-    monkeypatch.setattr(stand_ins, "grouped_wgrad", second_fails)
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        backward(chain, second)
-    assert [torch.equal(grad, old) for grad, (old, _) in zip(grads, before, strict=True)] == [True, False]
-    assert grads[1]._version > before[1][1]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import pickle
 
 import pytest
 import torch
@@ -82,13 +83,19 @@ def test_a_change_is_a_new_plan_and_back_the_old_one():
         assert len(part.chain.table.plans) == plans
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda m: m[:2]], ids=["copy", "deepcopy", "slice"])
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lambda m: m[:2], lambda m: m[1:]],
+    ids=["copy", "deepcopy", "pickle", "slice", "tail"],
+)
 def test_copies_and_slices_keep_them(copied):
     made = chain(**BOTH)
     twin = copied(made)
     assert (twin.sm_margin, twin.schedule) == (16, "static")
     twin.sm_margin = 1
     assert made.sm_margin == 16
+    del made.__dict__["_options"]  # as from a pickle of before there were options
+    assert (made.sm_margin, made.schedule) == (0, "dynamic")
 
 
 def test_the_outermost_decides(caplog):

@@ -15,7 +15,6 @@ from fusedmoe.kernels.torch import grouped_gemm, quantized_products
 from fusedmoe.numerics import formats
 from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.numerics.formats.roles import ROLES, nvfp4_roles
-from fusedmoe.numerics.recipes import NVFP4, RECIPES
 
 K, N = 48, 32
 SPLITS = (9, 0, 31, 21)  # no whole tile of 16 rows
@@ -76,7 +75,7 @@ def assert_product(got, want, emulation):
     torch.testing.assert_close(got.double(), want, rtol=roundoff, atol=2e-6 * want.abs().max().item())
 
 
-@pytest.mark.parametrize("splits", [SPLITS, (2, 1, 3), (16, 32), (0, 3), (5,)], ids=str)
+@pytest.mark.parametrize("splits", [SPLITS, (16, 32), (5,)], ids=str)
 def test_two_rotated_operands_are_multiplied_as_they_lie(emulation, splits):
     offsets = ends(*splits)
     dy, x = by_columns((ROTATED, ROTATED), operands(used=sum(splits)), offsets)
@@ -151,10 +150,9 @@ def test_dense_products_under_every_recipe(emulation, name):
 
 @pytest.mark.parametrize(
     ("capability", "has_kernel"),
-    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True), ((11, 0), False),
-     ((12, 0), False)],
+    [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
     ids=str,
-)  # fmt: skip
+)
 def test_in_bf16_where_torch_has_such_a_grouped_product(monkeypatch, capability, has_kernel):
     asked = grouped_gemm._has_device_side_grouped_mm.__wrapped__  # what it says is kept, of every device
     monkeypatch.setattr(grouped_gemm, "_has_device_side_grouped_mm", asked)
@@ -184,20 +182,7 @@ def no_host_reads(monkeypatch):
     monkeypatch.setattr(grouped_gemm, "_ranges", read)
 
 
-def looped(a, b, offsets, wgrad):
-    """The product an expert at a time: rows (R, L) by (E, L, M), or (R, M) by (R, L) for a weight gradient."""
-    shape = (len(offsets), a.shape[1], b.shape[1]) if wgrad else (a.shape[0], b.shape[2])
-    out, first = torch.zeros(shape, dtype=a.dtype), 0
-    for e, end in enumerate(offsets.tolist()):
-        if wgrad:
-            out[e] = a[first:end].T @ b[first:end]
-        else:
-            out[first:end] = a[first:end] @ b[e]
-        first = end
-    return out
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(0, 3, 5, 4), (6, 3, 0, 4), (6, 3, 5, 0), (6, 0, 5, 4)], ids=str)
 @pytest.mark.usefixtures("no_host_reads")
 def test_a_product_of_nothing_reads_no_offsets(shape, dtype):
@@ -206,34 +191,15 @@ def test_a_product_of_nothing_reads_no_offsets(shape, dtype):
     x, dy, weight = (torch.randn(s, dtype=dtype) for s in ((rows, k), (rows, n), (experts, n, k)))
     found = {}
     for name, run, a, b, wanted in (
-        ("y", quantized_products.grouped_mm, x, weight, (x, weight.mT, offsets, False)),
-        ("dx", quantized_products.grouped_mm_dgrad, dy, weight, (dy, weight, offsets, False)),
-        ("dw", quantized_products.grouped_mm_wgrad, dy, x, (dy, x, offsets, True)),
+        ("y", quantized_products.grouped_mm, x, weight, (rows, n)),
+        ("dx", quantized_products.grouped_mm_dgrad, dy, weight, (rows, k)),
+        ("dw", quantized_products.grouped_mm_wgrad, dy, x, (experts, n, k)),
     ):
         if a.numel() and b.numel():
             with pytest.raises(AssertionError, match="read on the host"):
                 run(a, b, offsets)
             continue
-        found[name], want = run(a, b, offsets), looped(*wanted)
-        assert found[name].dtype is dtype
-        assert torch.equal(found[name], want), name
+        found[name] = run(a, b, offsets)
+        assert (found[name].shape, found[name].dtype) == (wanted, dtype)
+        assert not found[name].any(), name
     assert found
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.usefixtures("no_host_reads")
-def test_a_chain_without_rows_reads_no_offsets(emulation, name, dtype):
-    recipe = NVFP4(stochastic_rounding=False) if name == "nvfp4" else name
-    chain = fm.Sequential(
-        fm.GroupedLinear(3, K, 2 * N, bias=True), fm.SwiGLU(), fm.Scale("probs"), fm.GroupedLinear(3, N, K)
-    ).to(dtype)
-    x, probs = torch.zeros(0, K, dtype=dtype, requires_grad=True), torch.zeros(0, requires_grad=True)
-    with fm.recipe(recipe):
-        y = chain(x, splits=torch.zeros(3, dtype=torch.int64), probs=probs)
-        y.backward(torch.zeros_like(y))
-    assert (y.shape, y.dtype) == ((0, K), dtype)
-    for t in (x, probs, *chain.parameters()):
-        assert t.grad.shape == t.shape
-        assert t.grad.dtype is t.dtype
-        assert not t.grad.any()

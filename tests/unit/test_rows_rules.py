@@ -84,10 +84,3 @@ def test_unverified_they_are_the_nearest_rules(arch, verified, monkeypatch):
     assert nearest.keys() >= MOVING | {"sm100.column_sums"}
     for rule in NAMES & nearest.keys():
         assert (nearest[rule].status, nearest[rule].reason) == (Status.UNAVAILABLE, UNVERIFIED)
-
-
-@pytest.mark.parametrize("arch", [None, 90, 120])
-def test_on_other_devices_nothing_changes(arch, verified, monkeypatch):
-    plan = plan_of(arch, monkeypatch)
-    assert not {step.rule for step in (*plan.steps, *plan.glue)} & NAMES
-    assert not {step.nearest_miss.rule for step in plan.unfused} & NAMES

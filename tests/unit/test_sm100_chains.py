@@ -14,10 +14,10 @@ pytest.importorskip("cudnn.gemm.cutedsl.grouped", exc_type=ImportError)
 if shutil.which("gcc") is None:
     pytest.skip("needs gcc, which links the kernels' host code", allow_module_level=True)
 
-from blackwell import scales
 from blackwell.on_cpu import blackwell_on_cpu
 from blackwell.plain_mlp import Problem, in_plain_pytorch
 from emulator.gpu import emulated
+from kit.compare import assert_accurate
 from kit.sm100_machine import (
     ACTIVATION,
     BF16,
@@ -51,11 +51,9 @@ from kit.toy import only_plan, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError
-from fusedmoe.builtin_rules.sm100 import nvfp4_forms, packed
 from fusedmoe.kernels.sm100 import calls, quantize_functions
 from fusedmoe.numerics.formats import Quantizer, mxfp8
 from fusedmoe.numerics.formats.packed import quantize_packed
-from fusedmoe.numerics.formats.swizzle import swizzle
 from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
@@ -136,14 +134,6 @@ def unfused(chain, x, dy, **named):
     return found
 
 
-def assert_near(got, expected, bound):
-    assert got.keys() == expected.keys()
-    for name, want in expected.items():
-        assert want.any(), f"{name}: zeros would pass"
-        error = float((got[name].double() - want.double()).norm() / want.double().norm())
-        assert error <= bound, f"{name}: {error}"
-
-
 def same_arithmetic(chain, x, dy, splits, probs=None, *, plain_middle=False, format="mxfp8"):
     """The same products of the same codes in plain PyTorch; only the rows of experts."""
     first, act, last = chain[0], chain[1], chain[-1]
@@ -173,14 +163,14 @@ def check(chain, x, *, recipe=None, format="mxfp8", same=True, plain_middle=Fals
         emulated = unfused(chain, x, dy, **named)
         got = run(chain, x, dy, **named)
         plan = only_plan(chain, x, **named)
-    assert_near(got, emulated, bound if emulation is None else emulation)
+    assert_accurate(got, emulated, bound if emulation is None else emulation)
     rows = {"y", "x", "probs"} & got.keys()
     for name, t in got.items():
         assert not (t[used:] if name in rows else t[named["splits"] == 0]).any(), f"{name}: no rows, or of no expert"
     if same:
         with torch.enable_grad():
             want = same_arithmetic(chain, x, dy, plain_middle=plain_middle, format=format, **named)
-        assert_near({n: t[:used] if n in rows else t for n, t in got.items()}, {n: want[n] for n in got}, SAME)
+        assert_accurate({n: t[:used] if n in rows else t for n, t in got.items()}, {n: want[n] for n in got}, SAME)
     return plan, got
 
 
@@ -196,10 +186,8 @@ def slow(*values):
     ("format", "act", "scale", "bias"),
     [
         ("mxfp8", fm.SwiGLU, True, False), ("mxfp8", clamped, True, "frozen"), ("nvfp4", fm.SwiGLU, True, False),
-        slow("mxfp8", fm.SwiGLU, False, "frozen"), slow("mxfp8", clamped, True, False),
-        slow("mxfp8", fm.SquaredReLU, True, False), slow("mxfp8", fm.SquaredReLU, False, False),
-        slow("nvfp4", fm.SwiGLU, False, "frozen"), slow("nvfp4", clamped, True, "frozen"),
-        slow("nvfp4", fm.SquaredReLU, False, False), slow("nvfp4", fm.SquaredReLU, True, False),
+        slow("mxfp8", fm.SquaredReLU, True, False), slow("mxfp8", fm.SwiGLU, False, "frozen"),
+        slow("nvfp4", fm.SquaredReLU, False, False), slow("nvfp4", clamped, True, "frozen"),
     ],
 )  # fmt: skip
 def test_whole_chains(format, act, scale, bias, launches):
@@ -282,39 +270,6 @@ def test_padding_rows_do_not_have_the_activation_of_the_bias(scale):
     assert rules(plan) == FUSED
 
 
-@pytest.mark.parametrize(
-    ("format", "name", "mistake"),
-    [
-        ("mxfp8", "fusedmoe.numerics.formats.packed.interleave", lambda x, axis=-1: x),
-        ("nvfp4", "fusedmoe.builtin_rules.sm100.nvfp4_forms.interleave", lambda x, *_: x),
-        ("nvfp4", "fusedmoe.builtin_rules.sm100.nvfp4_forms.swizzle", lambda scale: scale.contiguous()),
-        ("nvfp4", "torch.Tensor.sqrt", lambda t: t),  # the derivative squares the scale of experts
-    ],
-    ids=["gate and up", "nvfp4 gate and up", "nvfp4 scales", "nvfp4 scales of experts"],
-)
-def test_a_mistake_in_the_layout_shows(format, name, mistake, monkeypatch):
-    """The bounds tell right from wrong."""
-    monkeypatch.setattr(name, mistake)
-    chain = experts(scale=True)
-    with torch.no_grad():
-        chain[0].weight.mul_(torch.logspace(-1, 1, H))  # blocks have different scales
-    with pytest.raises(AssertionError, match=r"0\.weight: |y: |x: "):
-        check(chain, tokens(), same=False, format=format, **inputs(scale=True))
-
-
-def test_scales_of_the_device_code_are_those_of_fusedmoe():
-    """The quantizer and the tiles of the kernels in PyTorch, bit for bit."""
-    values = torch.randn(256, 192) * torch.logspace(-30, 30, 256)[:, None]
-    values[3, 32:64] = 0
-    codes, scale = scales.quantized(values, 1.0)
-    q = fm.quantize(values, mxfp8())
-    assert torch.equal(scale, q.scale.view(torch.uint8))
-    assert torch.equal(codes.view(torch.uint8), q.data.view(torch.uint8))
-    tiles = scales.tiled(scale)
-    assert torch.equal(tiles, swizzle(q.scale).view(torch.uint8))
-    assert torch.equal(scales.untiled(tiles.view(2, 2, 512))[:, :6], scale)
-
-
 # ---- other plans
 
 
@@ -394,44 +349,16 @@ def test_one_layer():
     assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, QUANTIZE_GRAD, WGRAD, DGRAD]
 
 
-def test_three_layers(launches):
-    """The layer between two activations reads and writes packed values in both directions. Errors of three add up."""
-    chain = fm.Sequential(
-        fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.GroupedLinear(E, I, 2 * I, dtype=BF16), fm.SwiGLU(),
-        fm.Scale("probs"), fm.GroupedLinear(E, I, H, dtype=BF16),
-    )  # fmt: skip
-    plan, _ = check(chain, tokens(), same=False, emulation=6e-2, **inputs(scale=True))
-    assert rules(plan) == [
-        *WEIGHTS, QUANTIZE_WEIGHT, QUANTIZE, GEMM_ACTIVATION, GEMM_ACTIVATION, GEMM,
-        QUANTIZE_GRAD, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD_ACTIVATION, WGRAD, DGRAD,
-    ]  # fmt: skip
-    assert launched(launches) == {"glu": 2, "quant": 2, "dglu": 2, "wgrad": 3}
-
-
-def test_a_derivative_of_rows_that_plain_pytorch_packs(launches, monkeypatch):
-    """With many rows, where launches cost little. The kernel does not pack a weight that plain PyTorch multiplies too,
-    since it has no other forms.
-    """
-    monkeypatch.setattr("fusedmoe.fusion.search.candidates._US_PER_LAUNCH", 0.0)
-    count, splits = 8192, (4000, 0, 4101, 1)
-    with fm.disabled(GEMM_ACTIVATION, ACTIVATION):
-        plan, _ = check(experts(), tokens(count, splits), same=False, **inputs(count, splits))
-    assert rules(plan) == [QUANTIZE_WEIGHT, QUANTIZE, GEMM, *BACKWARD]
-    assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}
-
-
 @pytest.mark.parametrize(
     ("recipe", "expected"),
     [
         (MXFP8(hybrid=True), {"quant": 2}),
         (MXFP8(weight_2d=True), {"wgrad": 2}),
         (MXFP8(wgrad="bf16"), {"quant": 4}),
-        (Custom(input=M, weight=M), {"quant": 2}),
         (Custom(input=M, grad=M), {"wgrad": 2}),
         (Custom(input=ROTATED, weight=M, grad=M), {"quant": 2}),
-        (Custom(input=M, weight=M, grad=ROTATED), {"quant": 2}),
     ],
-    ids=["e5m2 gradients", "square blocks", "bf16", "no gradients", "no weights", "rotated rows", "rotated gradients"],
+    ids=["e5m2 gradients", "square blocks", "bf16", "no weights", "rotated rows"],
 )
 def test_recipes_of_which_some_operands_are_packed(recipe, expected, launches):
     """Products of packed operands alone have kernels; the others run in plain PyTorch."""
@@ -455,23 +382,6 @@ def test_options_of_nvfp4(options, bound, launches):
     assert launched(launches) == ALL
 
 
-def test_stochastic_rounding_has_no_bias():
-    """The mean of many gradients is much nearer to the gradient without quantization than one of them."""
-    splits = (60, 0, 39, 1)
-    chain, x, named = experts(scale=True), tokens(100, splits), inputs(100, splits, scale=True)
-    dy = torch.randn(100, H).to(BF16)
-
-    def gradients(recipe, count):
-        with fm.recipe(recipe):
-            return torch.stack([run(chain, x, dy, **named)["0.weight"].double() for _ in range(count)])
-
-    exact = gradients(NVFP4(hadamard=False, stochastic_rounding=False), 1)[0]
-    drawn = gradients(NVFP4(hadamard=False), 16)
-    assert not torch.equal(drawn[0], drawn[1])
-    one, mean = ((t - exact).norm() for t in (drawn[0], drawn.mean(0)))
-    assert mean < 0.8 * one
-
-
 # ---- calls that a rule declines
 
 
@@ -480,29 +390,11 @@ def assert_strict_says(chain, x, named, match):
         chain(x, **named).float().nan_to_num().sum().backward()
 
 
-def test_too_many_elements(monkeypatch, launches):
-    """Every product runs in plain PyTorch, from the rows themselves."""
-    monkeypatch.setattr(packed, "MOST_ELEMENTS", 1536 * 256)  # of packed rows
-    chain, x, named = experts(scale=True), tokens(), inputs(scale=True)
-    plan, _ = check(chain, x, same=False, **named)
-    assert rules(plan) == FUSED
-    assert not launches
-    assert_strict_says(chain, x, named, "declined this call: 1536 rows of 256 features: expected fewer than")
-    check(chain, tokens(200, (200, 0, 0, 0)), **inputs(200, (200, 0, 0, 0), scale=True))
-    assert launched(launches) == ALL
-
-
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [(True, {"quant": 2, "dglu": 1, "wgrad": 2}), (False, {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2})],
-    ids=["before an activation", "last"],
-)
-def test_a_bias_that_is_not_contiguous(first, count, launches):
+def test_a_bias_that_is_not_contiguous(launches):
     chain, x, named = experts(bias="frozen"), tokens(), inputs()
-    layer = chain[0] if first else chain[2]
-    layer.bias = torch.nn.Parameter(layer.bias.detach().mT.contiguous().mT, requires_grad=False)
+    chain[0].bias = torch.nn.Parameter(chain[0].bias.detach().mT.contiguous().mT, requires_grad=False)
     check(chain, x, same=False, **named)
-    assert launched(launches) == count
+    assert launched(launches) == {"quant": 2, "dglu": 1, "wgrad": 2}
     assert_strict_says(chain, x, named, "declined this call: the bias is not contiguous")
 
 
@@ -524,7 +416,7 @@ def test_gradients_with_any_strides(launches):
         with fm.strict():
             chain(x, **named).sum().backward()
     got = {name: p.grad for name, p in chain.named_parameters()}
-    assert_near(got, {name: want[name] for name in got}, 3e-2)
+    assert_accurate(got, {name: want[name] for name in got}, 3e-2)
     assert launched(launches) == {"glu": 1, "quant": 1, "dglu": 1, "wgrad": 2}
 
 
@@ -584,7 +476,7 @@ def test_micro_batches_add_to_main_grad(act, packed_weights, launches):
         adds = [k.accumulate_on_output for k in kernels if "wgrad" in type(k).__module__]
         assert adds == [True, act is fm.SquaredReLU] * 2, "gate and up are added by another launch"
         added = {name: weight.main_grad - before[name] for name, weight in weights.items()}
-        assert_near(added, {name: sum(got[name].float() for got in alone) for name in weights}, SAME)
+        assert_accurate(added, {name: sum(got[name].float() for got in alone) for name in weights}, SAME)
         assert all(not (weight.grad is not None and weight.grad.any()) for weight in weights.values())
 
         with torch.no_grad():
@@ -603,37 +495,10 @@ def test_nvfp4_adds_to_main_grad():
         before = {name: weight.main_grad.clone() for name, weight in weights.items()}
         run(chain, x, dy, **named)
     added = {name: weight.main_grad - before[name] for name, weight in weights.items()}
-    assert_near(added, {name: want[name] for name in added}, SAME)
+    assert_accurate(added, {name: want[name] for name in added}, SAME)
 
 
-def test_nvfp4_weights_are_quantized_again_only_after_they_have_changed(monkeypatch):
-    made, plain = [], nvfp4_forms.swizzle
-    monkeypatch.setattr(nvfp4_forms, "swizzle", lambda scale: made.append(scale.shape) or plain(scale))
-    chain, x, named = experts(scale=True), tokens(requires_grad=False), inputs(scale=True)
-    with fm.recipe(NEAREST), torch.no_grad():
-        first = chain(x, **named)
-        assert len(made) == 2, "of two layers"
-        assert torch.equal(chain(x, **named), first)
-        assert len(made) == 2
-        chain[0].weight.mul_(0.5)
-        assert not torch.equal(chain(x, **named), first)
-        assert len(made) == 3
-
-
-def odd(main_grad, which):
-    """The same values, transposed in memory or from an address that is not a multiple of 16 bytes."""
-    if which == "transposed":
-        return main_grad.mT.contiguous().mT
-    memory = torch.empty(main_grad.numel() + 4)
-    skipped = (-memory.data_ptr() % 16) // 4 + 1
-    return memory[skipped : skipped + main_grad.numel()].view(main_grad.shape).copy_(main_grad)
-
-
-@pytest.mark.parametrize(
-    ("which", "reason"),
-    [("transposed", "main_grad is not contiguous"), ("shifted", "main_grad does not begin at a multiple of 16 bytes")],
-)
-def test_a_main_grad_that_the_kernel_cannot_write(which, reason, launches):
+def test_a_main_grad_that_the_kernel_cannot_write(launches):
     """Each call decides: main_grad may be another tensor in the next."""
     chain, (x, dy, named) = experts(scale=True), batch()
     with fm.recipe("mxfp8"):
@@ -641,13 +506,13 @@ def test_a_main_grad_that_the_kernel_cannot_write(which, reason, launches):
         weights = into_main_grad(chain)
         before = {name: weight.main_grad.clone() for name, weight in weights.items()}
         for weight in weights.values():
-            weight.main_grad = odd(weight.main_grad, which)
+            weight.main_grad = weight.main_grad.mT.contiguous().mT
         launches.clear()
         run(chain, x, dy, **named)
         assert launched(launches)["wgrad"] == 0
         added = {name: weight.main_grad - before[name] for name, weight in weights.items()}
-        assert_near(added, {name: alone[name] for name in weights}, 3e-2)
-        with fm.strict(), pytest.raises(FusionError, match=f"{WGRAD} declined this call: {reason}"):
+        assert_accurate(added, {name: alone[name] for name in weights}, 3e-2)
+        with fm.strict(), pytest.raises(FusionError, match=f"{WGRAD} declined this call: main_grad is not contig"):
             run(chain, x, dy, **named)
         for weight in weights.values():
             weight.main_grad = weight.main_grad.contiguous().clone()
@@ -715,7 +580,7 @@ def both_ways(chain, x, dy, named=None, *, format="mxfp8"):
     with torch.set_grad_enabled(x.requires_grad), fm.recipe(recipe):
         emulated = unfused(chain, x, dy, **named)
         got, plan = run(chain, x, dy, **named), only_plan(chain, x, **named)
-    assert_near(got, emulated, bound)
+    assert_accurate(got, emulated, bound)
     return plan, got
 
 
@@ -747,17 +612,7 @@ def test_a_layer_of_a_model(format, settings, expected, launches):
             (asked,) = fm.explain(layer, tokens=150, arch=100).plans
         assert rules(asked) == rules(plan)
         if format == "mxfp8":
-            assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-def test_tokens_are_quantized_through_the_index_of_their_rows(training):
-    layer, x, dy = layer_problem(requires_grad=training)
-    with fm.disabled(QUANTIZE):
-        plan, got = both_ways(layer, x, dy)
-    assert rules(plan) == [*WEIGHTS, GATHERED_QUANTIZE, *OF_LAYER[: None if training else 2]]
-    if training:
-        assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
+            assert_accurate(got, moe_in_plain_pytorch(layer, x, dy), SAME)
 
 
 def routed(combine=None, requires_grad=True, bias=False):
@@ -816,22 +671,6 @@ def test_weights_of_rows_after_the_last_layer():
     assert any(reason.startswith("cannot keep 4.input") for reason in reasons)
 
 
-def test_gradients_of_tokens_alone():
-    chain, x, dy, named = routed()
-    named["expert_weight"] = named["expert_weight"].detach()
-    plan, _ = check_routed(chain, x, dy, named)
-    assert ops_of(plan, DGRAD_DDISPATCH) == ("1.Dgrad", "0.DDispatch")
-
-
-def test_no_tokens(launches):
-    chain, x, _, named = routed()
-    x, named = x[:0].detach().requires_grad_(), {name: t[:0].detach() for name, t in named.items()}
-    with fm.recipe("mxfp8"), fm.strict():
-        chain(x, **named).sum().backward()
-    assert x.grad.shape == (0, H)
-    assert not launches
-
-
 # ---- rows that the emulator quantizes, by the kernel's code, between products in PyTorch
 
 
@@ -844,21 +683,10 @@ def emulator(monkeypatch):
         yield gpu
 
 
-@pytest.mark.parametrize(
-    ("format", "bias", "count"), [("nvfp4", False, 4), slow("mxfp8", False, 4), slow("mxfp8", "trained", 6)]
-)
+@pytest.mark.parametrize(("format", "bias", "count"), [("nvfp4", False, 4), slow("mxfp8", "trained", 6)])
 def test_the_kernel_quantizes_what_the_products_read(format, bias, count, emulator):
     """Rows and gradients, weights in MXFP8, and what is between the layers with trained biases and in NVFP4."""
     rows, splits = 44, (20, 0, 19, 1)
     chain, x, named = experts(scale=True, bias=bias), tokens(rows, splits), inputs(rows, splits, scale=True)
     check(chain, x, format=format, plain_middle=bool(bias), **named)
     assert emulator.launches == count
-
-
-@pytest.mark.slow  # as above
-def test_the_kernel_quantizes_through_an_index(emulator):
-    layer, x, dy = layer_problem(20)
-    with fm.disabled(QUANTIZE):
-        _, got = both_ways(layer, x, dy)
-    assert_near(got, moe_in_plain_pytorch(layer, x, dy), SAME)
-    assert emulator.launches == 4, "two of weights"

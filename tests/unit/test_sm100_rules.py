@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kit.compare import assert_accurate
 from kit.sm90_stand_ins import calls
 from kit.sm100_machine import (
     BF16,
@@ -35,7 +36,6 @@ from kit.toy import only_plan, outcome, rules_used
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.sm100 import packed, quantize
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.kernels.build import toolkit
@@ -89,14 +89,8 @@ def of_rows(text):
     return of(FORWARD, f"input is {text}: {FORMAT}") | of(BACKWARD, f"grad_output is {text}: {FORMAT}")
 
 
-def of_gradients(text, quantizer=None):
-    return of(BACKWARD, f"grad_output is {text}: {FORMAT}") | {
-        QUANTIZE_GRAD: f"quantizes to {quantizer or text}: {FORMAT}"
-    }
-
-
-def quantizes(rows, gradient=None):
-    return {QUANTIZE: f"quantizes to {rows}: {FORMAT}", QUANTIZE_GRAD: f"quantizes to {gradient or rows}: {FORMAT}"}
+def quantizes(text):
+    return of(QUANTIZERS, f"quantizes to {text}: {FORMAT}")
 
 
 def unquantized(name):
@@ -107,12 +101,11 @@ ROTATED, NVFP4_WEIGHT = Quantizer(mxfp8(), hadamard=True), Quantizer(nvfp4(acros
 DGRADS = (DGRAD, DGRAD_ACTIVATION)
 RECIPES = {
     "fp8_block": ("fp8_block", of_rows("fp8 e4m3 1x128") | quantizes("fp8 e4m3 1x128")),
-    "fp8_tensor": (
-        "fp8_tensor",
-        of_rows("fp8 e4m3 per-tensor") | of_gradients("fp8 e5m2 per-tensor")
-        | quantizes("fp8 e4m3 per-tensor", "fp8 e5m2 per-tensor"),
+    "e5m2 gradients": (
+        MXFP8(hybrid=True),
+        of(BACKWARD, f"grad_output is mxfp8 e5m2 1x32: {FORMAT}")
+        | {QUANTIZE_GRAD: f"quantizes to mxfp8 e5m2 1x32: {FORMAT}"},
     ),
-    "e5m2 gradients": (MXFP8(hybrid=True), of_gradients("mxfp8 e5m2 1x32")),
     "scales of the specification": (
         MXFP8(scale_rule="floor"), of_rows("mxfp8 e4m3 1x32") | quantizes("mxfp8 e4m3 1x32")
     ),
@@ -126,17 +119,10 @@ RECIPES = {
         of(FORWARD, f"input is mxfp8 e4m3 1x32: {FORMAT}")
         | {WGRAD: f"wgrad.input is mxfp8 e4m3 1x32: {FORMAT}", QUANTIZE: f"quantizes to {ROTATED}: {FORMAT}"},
     ),
-    "rotated gradients": (
-        Custom(input=M, weight=M, grad=ROTATED), of_gradients("mxfp8 e4m3 1x32", f"{ROTATED}")
-    ),
     "rows alone": (
         Custom(input=M, grad=M), of(FORWARD, unquantized("fc.weight")) | of(DGRADS, unquantized("dgrad.weight"))
     ),
-    "weights alone": (Custom(weight=M), {GEMM: unquantized("input"), DGRAD: unquantized("grad_output")}),
     "no gradients": (Custom(input=M, weight=M), of((DGRAD, WGRAD), unquantized("grad_output"))),
-    "gradients alone": (
-        Custom(grad=M), {WGRAD: unquantized("wgrad.input"), DGRAD: unquantized("dgrad.weight")}
-    ),
     "two formats": (  # no kernel multiplies MXFP8 and NVFP4
         Custom(input=M, weight=NVFP4_WEIGHT, grad=M),
         of((*FORWARD, *DGRADS), "the operands are e4m3 and e2m1: expected one format"),
@@ -219,12 +205,11 @@ SETTINGS = {  # options of the chain, options of the call, what is declined, and
         (GEMM, DGRAD, WGRAD),
     ),
     "sm_margin": ({"options": {"sm_margin": 7}}, {}, of(PRODUCTS, {"sm_margin 7: these kernels take all SMs"}), ()),
-    "fp16": ({"dtype": FP16}, {"x": {"dtype": FP16}}, wrong_dtype("float16"), ()),
     "fp32": (
         {"dtype": FP32}, {"x": {"dtype": FP32}},
         wrong_dtype("float32") | of(QUANTIZERS, {"rows are float32, not bfloat16 or float16"}), (),
     ),
-    "fp16 bias": (
+    "fp16": (
         {"dtype": FP16, "bias": "frozen"}, {"x": {"dtype": FP16}}, of(FORWARD, "the bias is float16, not bfloat16"), ()
     ),
     "squared ReLU of a biased layer": (
@@ -300,15 +285,13 @@ def test_rows_of_three_dimensions():
         quantize._step(ctx, M, "input", "output")
 
 
-@pytest.mark.parametrize(
-    ("rows", "width", "others"), [(2**23, 256, (64,)), (2**20, 128, (2**11,)), (2**20, 128, (64, 2**11))]
-)
-def test_the_number_of_elements(rows, width, others):
-    """The kernels count them in 32 bits."""
-    packed.guard_rows(rows - 1, width, *others)
-    widest = max(width, *others)
-    with pytest.raises(Declined, match=rf"^{rows} rows of {widest} features: expected fewer than 2\^31 elements$"):
-        packed.guard_rows(rows, width, *others)
+def test_the_number_of_rows():
+    """The kernels count elements in 32 bits."""
+    packed.guard_rows(2**20 - 1, 128, 64, 2**11)
+    with pytest.raises(Declined, match=rf"^{2**20} rows of 2048 features: expected fewer than 2\^31 elements$"):
+        packed.guard_rows(2**20, 128, 64, 2**11)
+    with pytest.raises(NothingToDo, match="no rows"):
+        packed.guard_rows(0, H)
 
 
 @pytest.mark.parametrize("rule", PRODUCTS)
@@ -332,19 +315,6 @@ def test_each_product_counts_elements_of_all_operands(rule):
                   "quantize": SimpleNamespace(quantizer=M, quantizes=M)})  # fmt: skip
     with pytest.raises(Declined, match=r"expected fewer than 2\^31 elements"):
         bound.bind(ctx, codes(rows, narrow), None, *others)
-
-
-def test_a_call_without_rows():
-    with pytest.raises(NothingToDo, match="no rows"):
-        packed.guard_rows(0, H)
-
-
-def test_a_bias_that_is_not_contiguous():
-    bias = torch.zeros(E, H, dtype=BF16)
-    guards.contiguous("the bias", None)
-    guards.contiguous("the bias", bias)
-    with pytest.raises(Declined, match="the bias is not contiguous"):
-        guards.contiguous("the bias", bias.mT.contiguous().mT)
 
 
 # ---- machines: other devices, missing packages, no verification
@@ -372,22 +342,15 @@ def assert_unavailable(reason):
     ("owner", "name", "value", "reason"),
     [
         (None, ARCH_OF, lambda device: None, "needs an sm_100 GPU, this device is cpu"),
-        (None, ARCH_OF, lambda device: 90, "needs an sm_100 or sm_103 GPU, this one is sm_90"),
         (None, ARCH_OF, lambda device: 120, "needs an sm_100 or sm_103 GPU, this one is sm_120"),
         (sys, "platform", "darwin", "needs Linux, this is darwin"),
         (toolkit, "why_unusable", lambda: "needs a newer driver", "needs a newer driver"),
-        (toolkit, "missing_packages", lambda: ("a", "b"), "needs a and b: pip install a b"),
     ],
-    ids=["cpu", "sm_90", "sm_120", "darwin", "driver", "packages"],
+    ids=["cpu", "sm_120", "darwin", "driver"],
 )
 def test_other_machines(owner, name, value, reason, monkeypatch):
     monkeypatch.setattr(name, value) if owner is None else monkeypatch.setattr(owner, name, value)
     assert_unavailable(reason)
-
-
-def test_sm_103(monkeypatch):
-    monkeypatch.setattr(ARCH_OF, lambda device: 103)
-    assert used(layer_plan()) >= OF_A_LAYER
 
 
 @pytest.mark.parametrize(
@@ -401,6 +364,7 @@ def test_other_versions_of_the_package(version, found, monkeypatch):
 
     monkeypatch.setattr(package.metadata, "version", installed)
     monkeypatch.setattr(package, "why_missing", WHY_MISSING)
+    monkeypatch.setattr(ARCH_OF, lambda device: 103)
     if found is None:
         assert used(layer_plan()) >= OF_A_LAYER
     else:
@@ -432,36 +396,18 @@ def test_a_verified_machine(stamp):
     assert_unavailable(f"`fusedmoe verify` failed or did not finish on this machine: {path}")
     write({"versions": {}, "passed": True})
     assert "since fusedmoe None -> " in WHY_UNVERIFIED()
+    for name, version in package.versions().items():
+        write({"versions": {**package.versions(), name: "0.1"}, "passed": True})
+        assert WHY_UNVERIFIED() == f"not verified on this machine since {name} 0.1 -> {version}: {VERIFY}"
 
 
-@pytest.mark.parametrize("name", package._VERSIONS)
-def test_a_verification_of_other_versions(name, stamp):
-    _, write = stamp
-    write({"versions": {**package.versions(), name: "0.1"}, "passed": True})
-    assert WHY_UNVERIFIED() == f"not verified on this machine since {name} 0.1 -> {package.versions()[name]}: {VERIFY}"
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "1", "{}", '{"passed": true}', '{"versions": {}}', '{"versions": 1, "passed": true}',
-     '{"versions": ["a"], "passed": true}'],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"versions": {}}', '{"versions": ["a"], "passed": true}'])
 def test_an_unreadable_stamp(text, stamp):
     path, write = stamp
     write(text)
     reason = WHY_UNVERIFIED()
     assert reason.startswith(f"not verified on this machine: {path} is unreadable (")
     assert reason.endswith(f"): {VERIFY}")
-
-
-@pytest.mark.parametrize("folder", ["0", "untrusted"])
-def test_no_cache_directory_for_the_stamp(folder, stamp, monkeypatch, tmp_path):
-    directory = tmp_path / folder
-    directory.mkdir(mode=0o777)
-    directory.chmod(0o777)
-    monkeypatch.setenv("FUSEDMOE_CACHE_DIR", "0" if folder == "0" else str(directory))
-    reason = f"not verified on this machine: {VERIFY}, with a cache directory (FUSEDMOE_CACHE_DIR) for its result"
-    assert WHY_UNVERIFIED() == reason
 
 
 def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
@@ -471,17 +417,6 @@ def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
         found = experts().explain(tokens(), arch=100, **inputs())
     assert used(found.plans[0]) == {*ALL, QUANTIZE_WEIGHT}
     assert f"not available on this machine, but assumed: not verified on this machine: {VERIFY}" in str(found)
-
-
-def test_unverified_kernels_are_not_called(stamp):
-    chain, x, named = experts(), tokens(), inputs()
-    with fm.recipe("mxfp8"):
-        got = outcome(chain, x, **named)
-        fm.clear_weight_cache(chain)
-        with fm.disabled("*"):
-            want = outcome(chain, x, **named)
-    assert want["y"].any()
-    assert all(torch.equal(got[name], t) for name, t in want.items())
 
 
 # ---- rules that let torch compute bf16 products; the kernel of the tail is a stand-in
@@ -509,12 +444,6 @@ def few(count=FEW_ROWS, splits=FEW, **options):
     return tokens(count, splits, **options), inputs(count, splits, scale=True)
 
 
-def assert_close(got, want):
-    assert got.keys() == want.keys()
-    for name, t in want.items():
-        assert (got[name].double() - t.double()).norm() <= 1e-2 * t.double().norm(), name
-
-
 @pytest.mark.usefixtures("tail_is_not_written")
 @pytest.mark.parametrize("bias", [False, "trained"], ids=["", "bias"])
 def test_products_of_torch(bias):
@@ -523,7 +452,7 @@ def test_products_of_torch(bias):
         expected = outcome(chain, x, **named)
     calls.clear()
     got = outcome(chain, x, **named)
-    assert_close(got, expected)
+    assert_accurate(got, expected, 1e-2)
     assert not any(got[name][sum(FEW) :].any() for name in ("y", "x", "probs"))
     plan, sums = only_plan(chain, x, **named), ["sm100.column_sums"] if bias else []
     assert rules_used(plan) == [
@@ -540,50 +469,23 @@ def test_products_of_torch_in_a_routed_layer_and_of_an_expanded_gradient():
     named = {"expert_index": torch.randint(E + 1, (9, 2)), "expert_weight": torch.rand(9, 2).requires_grad_()}
     with fm.disabled("*"):
         expected = outcome(chain, x, **named)
-    assert_close(outcome(chain, x, **named), expected)
+    assert_accurate(outcome(chain, x, **named), expected, 1e-2)
     assert {MM, MM_DGRAD, "sm100.dispatch", "sm100.combine"} < {*rules_used(only_plan(chain, x, **named))}
     chain, (x, named) = experts(scale=True), few()
     with fm.disabled("*"):
         want = torch.autograd.grad(chain(x, **named).nan_to_num().sum(), x)[0]
-    assert_close({"x": torch.autograd.grad(chain(x, **named).sum(), x)[0]}, {"x": want})
+    assert_accurate(torch.autograd.grad(chain(x, **named).sum(), x)[0], want, 1e-2)
 
 
-@pytest.mark.usefixtures("tail_is_not_written")
-def test_products_of_torch_without_rows(caplog):
-    x, named = few(0, (0, 0, 0, 0))
-    with fm.strict():
-        experts(scale=True)(x, **named).sum().backward()
-    assert {name for name, _ in calls} <= {"offsets_from_splits"}
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("options", "of_x", "recipe", "reason"),
-    [
-        ({"dtype": FP16}, {"dtype": FP16}, "bf16", "input is float16, not bfloat16"),
-        ({"hidden": 12, "width": 12}, {"hidden": 12}, "bf16", "in_features 12 is not a multiple of 8"),
-        ({"options": {"sm_margin": 8}}, {}, "bf16", "sm_margin 8: torch's product takes all SMs"),
-        ({}, {}, "fp8_block", "takes no fp8 e4m3 128x128 and fp8 e4m3 1x128 operands"),
-    ],
-    ids=["fp16", "width", "sm_margin", "fp8_block"],
-)
+@pytest.mark.parametrize(("options", "of_x", "recipe", "reason"), [
+    ({"dtype": FP16}, {"dtype": FP16}, "bf16", "input is float16, not bfloat16"),
+    ({"hidden": 12, "width": 12}, {"hidden": 12}, "bf16", "in_features 12 is not a multiple of 8"),
+    ({"options": {"sm_margin": 8}}, {}, "bf16", "sm_margin 8: torch's product takes all SMs"),
+    ({}, {}, "fp8_block", "takes no fp8 e4m3 128x128 and fp8 e4m3 1x128 operands"),
+])  # fmt: skip
 def test_products_that_torch_does_not_compute(options, of_x, recipe, reason):
     x, named = few(**of_x)
     with fm.recipe(recipe):
         plan = only_plan(experts(scale=True, **options), x, **named)
     assert (Status.CONSTRAINT, reason) in [(a.status, a.reason) for a in plan.attempts if a.rule == MM]
     assert not {MM, MM_DGRAD} & {*rules_used(plan)}
-
-
-@pytest.mark.usefixtures("tail_is_not_written")
-def test_a_subclass_of_a_tensor_runs_in_plain_pytorch():
-    class Mine(torch.Tensor):
-        pass
-
-    chain, (x, named) = experts(), few()
-    del named["probs"]
-    want = chain(x, **named)
-    calls.clear()
-    got = chain(x.detach().as_subclass(Mine), **named)
-    assert [name for name, _ in calls].count("zero_tail") < 2  # not that of the first layer
-    assert torch.equal(torch.Tensor(got.detach().float())[: sum(FEW)], want.detach().float()[: sum(FEW)])

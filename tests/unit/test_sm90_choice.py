@@ -15,10 +15,7 @@ from fusedmoe.kernels.sm90 import launch
 from fusedmoe.kernels.sm90.tiles import tuned
 from fusedmoe.kernels.sm90.tiles.choice import (
     CANDIDATES,
-    EPILOGUE_CYCLES,
     GATHERED,
-    RAGGED_K,
-    ROW_VALUES,
     Problem,
     band,
     by_model,
@@ -26,7 +23,6 @@ from fusedmoe.kernels.sm90.tiles.choice import (
     choose,
     cycles,
 )
-from fusedmoe.kernels.sm90.tiles.config import BLOCK_ROWS, EPILOGUE_COLUMNS, TileConfig
 from fusedmoe.kernels.sm90.tiles.measured import MEASURED
 
 SMS = 132
@@ -78,48 +74,6 @@ def test_no_more_ctas_than_sms_and_whole_clusters(config, sm_margin, monkeypatch
     assert sms - ctas < config.ctas
 
 
-@pytest.mark.parametrize("family", CANDIDATES)
-@pytest.mark.parametrize("axis", ["rows", "experts", "columns", "depth"])
-def test_more_work_is_estimated_to_take_no_less_time(family, axis):
-    base = Problem(family, 65_536, 64, 1536, 2048, SMS)
-    # twice as many experts have no fewer tiles; half as many again may, whose rows then just fill theirs
-    more = [replace(base, **{axis: getattr(base, axis) * factor}) for factor in (1, 2, 4, 8)]
-    for config in CANDIDATES[family]:
-        times = [cycles(problem, config) for problem in more]
-        assert times == sorted(times), config.name
-        assert times[-1] > times[0] or (family in RAGGED_K and axis == "experts"), config.name
-        times = [cycles(replace(base, sms=sms), config) for sms in (132, 112, 64, 2)]
-        assert times == sorted(times), "fewer SMs take no less time"
-
-
-@pytest.mark.parametrize(
-    ("experts", "rows", "columns", "depth"), [(8, 32_768, 28_672, 4096), (128, 262_144, 4096, 4096)]
-)
-@pytest.mark.parametrize("family", CANDIDATES)
-def test_large_products_are_estimated_between_half_of_the_peak_and_the_peak(family, experts, rows, columns, depth):
-    """An SM does 2048 multiply-adds a cycle."""
-    problem = Problem(family, rows, experts, columns, depth, SMS)
-    at_peak = rows * columns * depth / 2048 / SMS
-    assert at_peak <= cycles(problem, choose(problem)) < 2 * at_peak
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_candidates_are_legal_for_wgmma_and_the_epilogue(config):
-    assert config.tile_m % (BLOCK_ROWS * (1 if config.pingpong else 2)) == 0
-    assert config.tile_n % (2 * EPILOGUE_COLUMNS) == 0, "halves of a gated tile are written by boxes of 32 columns"
-    assert config.tile_n <= 256
-    assert config.ctas <= 2
-    accumulators = config.blocks * config.tile_n // 2  # registers of a thread, of 232
-    assert accumulators <= 192
-
-
-def test_names_tell_configurations_apart_and_families_have_an_epilogue():
-    assert len({config.name for config in CONFIGS}) == len(CONFIGS)
-    assert TileConfig(128, 192, 2, 1).name == "128x192pp_c21"
-    assert TileConfig(256, 128, 1, 2, pingpong=False).name == "256x128co_c12"
-    assert EPILOGUE_CYCLES.keys() == CANDIDATES.keys() == ROW_VALUES.keys()
-
-
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "nvidia-h100-80gb-hbm3" / "tiles.json"
 
 
@@ -155,22 +109,6 @@ def test_layers_of_known_models_run_with_nearly_the_fastest_tiles():
     assert statistics.mean(ratios) < 1.015
 
 
-@pytest.mark.parametrize("family", ["plain", "activation", "transposed_activation", "derivative", "heavy_derivative"])
-def test_large_products_run_in_clusters_and_a_row_tile_left_over_is_not_paired_with_an_empty_one(family):
-    """A CTA alone loads more than the L2 gives."""
-    assert choose(Problem(family, 262_144, 16, 6144, 4096, SMS)).ctas == 2
-    three, four = (Problem(family, tiles * 128 * 64 - 4096, 64, 3072, 4096, SMS) for tiles in (3, 4))
-    for config in CANDIDATES[family]:
-        assert 0.65 < cycles(three, config) / cycles(four, config) < 0.9
-
-
-def test_one_group_has_exactly_its_rows():
-    """With random routing, some experts have more rows than the mean, and another row tile; one group does not."""
-    for config in CANDIDATES["plain"]:
-        few, many = (cycles(Problem("plain", rows, 1, 28672, 4096, SMS), config) for rows in (7 * 128 + 1, 8 * 128))
-        assert few <= many < 1.001 * few, config.name
-
-
 @pytest.mark.parametrize("coarse", MEASURED, ids=lambda coarse: "-".join(map(str, coarse)))
 def test_measured_configurations_are_candidates(coarse):
     family, rows, columns, depth = coarse
@@ -179,15 +117,6 @@ def test_measured_configurations_are_candidates(coarse):
     problem = Problem(family.removesuffix(GATHERED), *size, gathered=gathered)
     assert problem.coarse == coarse
     assert choose(problem).name == MEASURED[coarse]
-
-
-def test_coarse_shapes_forget_the_number_of_rows_but_not_the_columns():
-    base = Problem("plain", 65_536, 64, 1536, 2048, SMS)
-    assert base.coarse == ("plain", 20, 1536, 11)
-    assert replace(base, rows=70_000, sms=100).coarse == base.coarse
-    assert replace(base, rows=131_072).coarse != base.coarse
-    assert replace(base, columns=1792).coarse != base.coarse
-    assert replace(base, rows=0, experts=0).coarse[1] == 0
 
 
 def a_measured_problem():
@@ -214,14 +143,6 @@ def test_tiles_that_were_tuned_here_come_before_those_that_are_shipped(monkeypat
         monkeypatch.setattr(tuned, "table", lambda found=tuned_here: {problem.coarse: found})
         choose.cache_clear()
         assert choose(problem).name == chosen
-
-
-def test_gathered_rows_are_not_shared_by_a_row_tile_left_over():
-    odd, even = (Problem("activation", 64 * rows, 64, 1536, 2048, SMS) for rows in (100, 230))  # one row tile, or two
-    for config in CANDIDATES["activation"]:
-        assert cycles(replace(odd, gathered=True), config) > cycles(odd, config)
-        ratio = cycles(replace(even, gathered=True), config) / cycles(even, config)
-        assert ratio < 1.05 if config.tile_n <= 128 else 1.05 < ratio < 1.5
 
 
 @functools.cache

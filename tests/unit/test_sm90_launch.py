@@ -9,7 +9,6 @@ from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import launch, one_group, products, router
 from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.launch import Codes
-from fusedmoe.kernels.sm90.tiles.choice import CO_256_ALONE, PP_192
 from fusedmoe.numerics.activations import Activation
 
 E, K, N, R = 4, 64, 96, 32
@@ -119,14 +118,6 @@ def test_the_numbers_are_those_of_the_call(launched):
     assert [compiled_for["gather"] for compiled_for, _ in launched[2:5]] == [False, False, True]
     assert one[CONSTANTS:BIASED] == (7.0, 1.5, 1.0)
     assert other[CONSTANTS:BIASED] == (10.0, 1.5, 1.0)
-
-
-def test_another_choice_holds_at_once(launched, monkeypatch):
-    for config in (PP_192, CO_256_ALONE, PP_192):
-        monkeypatch.setattr(products, "choose", lambda problem, config=config: config)
-        product()
-        wgrad()
-        assert [compiled_for["config"] for compiled_for, _ in launched[-2:]] == [config, config]
 
 
 # ---- tile counters ---------------------------------------------------------------------------------------------------
@@ -240,58 +231,6 @@ def test_a_weight_gradient_that_begins_early(launched, now, bind, schedule, besi
 # ---- the tensors of an epilogue, and gathered rows -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_tensors_are_those_of_the_epilogue(launched, keep, scaled):
-    epilogues = pytest.importorskip("fusedmoe.kernels.sm90.epilogue.outputs")
-    p, scale = zeros(R, 2 * N), torch.ones(R) if scaled else None
-    activation(keep_preactivation=keep)
-    _, again, scale_grad = products.grouped_gemm_activation_backward(
-        zeros(R, K), zeros(E, K, N), OFFSETS, p, SWIGLU, row_scale=scale, want_output=keep, want_row_scale_grad=scaled
-    )
-    (_, forward), (_, backward) = launched
-    shapes = {
-        epilogues.Preactivation: (R, N), epilogues.Result: (R, N // 2), epilogues.RowScaleGradient: (1, R),
-        epilogues.Gradient: (R, 2 * N), epilogues.Recomputed: (R, N),
-    }  # fmt: skip
-    given, *results = backward[TENSORS:]
-    assert given is p
-    assert (again is not None, scale_grad is not None) == (keep, scaled)
-    for tensors, epilogue in (
-        (forward[TENSORS:], epilogues.activation("swiglu", keep=keep)),
-        (results, epilogues.derivative("swiglu", keep=keep, row_scale=scaled)),
-    ):
-        assert [t.shape for t in tensors] == [shapes[type(output)] for output in epilogue.outputs]
-
-
-def test_the_index_of_gathered_rows_comes_before_the_other_tensors(launched):
-    x, w, p = zeros(7, K), zeros(E, N, K), zeros(R, 2 * N)
-    y = products.grouped_gemm(x, w, OFFSETS, gather=INDEX)
-    act, kept = products.grouped_gemm_activation(x, w, OFFSETS, SWIGLU, gather=INDEX)
-    grad, again, _ = products.grouped_gemm_activation_backward(x, w.mT, OFFSETS, p, SWIGLU, gather=INDEX)
-    wanted = [(y,), (kept, act), (p, grad, again)]
-    for (compiled_for, arguments), tensors in zip(launched, wanted, strict=True):
-        assert compiled_for["gather"]
-        assert arguments[0] is x
-        assert all(a is b for a, b in zip(arguments[TENSORS:], (INDEX, *tensors), strict=True))
-        assert all(len(t) == R for t in tensors)
-    assert y.shape == (R, N)
-
-
-@pytest.mark.parametrize(("gathered", "operand"), [("grad_output", "a"), ("x", "b")])
-def test_the_gathered_operand_of_a_weight_gradient(launched, gathered, operand):
-    given = {"grad_output": zeros(R, N), "x": zeros(R, K)}
-    given[gathered] = given[gathered][:9]
-    dw = products.grouped_wgrad(*given.values(), OFFSETS, gather=INDEX, gathered=gathered)
-    wgrad()
-    (compiled_for, arguments), (plain, others) = launched
-    assert dw.shape == (E, N, K)
-    assert (compiled_for["gathered"], plain["gathered"]) == (operand, None)
-    assert arguments[-1] is INDEX
-    assert len(arguments) == len(others) + 1
-    assert {"a": compiled_for["config"].cluster_n, "b": compiled_for["config"].cluster_m}[operand] == 1
-
-
 FAR = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
 META = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (((E, N, K), BF16), ((E,), INT32),
                                                                            ((R,), INT32))]  # fmt: skip
@@ -301,9 +240,7 @@ INT64 = "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"
 
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: wgrad(gather=INDEX), "got None, an index"), (lambda: wgrad(gathered="x"), "got 'x', no index"),
-    (lambda: wgrad(gather=INDEX, gathered="dy"), "got 'dy', an index"),
     (lambda: product(gather=INDEX.long()), INT64), (lambda: wgrad(gather=INDEX.long(), gathered="x"), INT64),
-    (lambda: product(gather=INDEX.view(4, 8)), "torch.int32, (4, 8), " + VECTOR.format("(8, 1)")),
     (lambda: product(gather=zeros(64, dtype=INT32)[::2]), VECTOR.format("(2,)")),
     (lambda: products.grouped_gemm(FAR, *META[:2], gather=META[2]), APART),
     (lambda: products.grouped_wgrad(FAR, FAR, META[1], gather=META[2], gathered="grad_output"), APART),

@@ -43,9 +43,10 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe import Status
+from fusedmoe.builtin_rules.rows.dispatch import bind_sum
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import one_group
-from fusedmoe.numerics.formats import E4M3, E5M2, Delayed, Quantizer, fp8_block, fp8_tensor
+from fusedmoe.numerics.formats import E4M3, E5M2, Delayed, fp8_block, fp8_tensor
 from fusedmoe.numerics.recipes import FP8Block, FP8Tensor
 
 pytestmark = pytest.mark.usefixtures("hopper_machine")
@@ -150,14 +151,6 @@ def test_a_layer_of_a_model_in_fp8(recipe, wanted):
     assert rules(plan) == [*wanted, "sm90.router_backward"]
 
 
-def test_a_layer_of_a_model_with_a_shared_expert():
-    layer = moe(shared_intermediate=24, shared_gate=True, sm_margin=3)
-    plan = both_ways(layer, torch.randn(T, H, dtype=BF16, requires_grad=True))
-    assert not plan.unfused
-    assert len(called("grouped_gemm_activation")) == len(called("grouped_gemm_activation_backward")) == 2
-    assert [what["options"].sm_margin for what in called("grouped_wgrad")] == [3] * 4
-
-
 def keeps_bf16():
     chain = experts(bias=True)
     chain[0].recipe = chain[2].recipe = "bf16"
@@ -173,17 +166,11 @@ def by_columns(chain):
 
 OTHERS = {
     "fp16": (lambda: experts(scale=True, dtype=FP16), "bf16"),
-    "dense, fp16": (lambda: dense(dtype=FP16), "bf16"),
     "a layer alone": (lambda: fm.Sequential(fm.GroupedLinear(E, H, I, bias=True, dtype=BF16)), "bf16"),
     "a layer alone in FP8": (lambda: fm.Sequential(fm.GroupedLinear(E, H, 48, bias=True, dtype=BF16)), "fp8_block"),
     "layers that keep bf16": (keeps_bf16, "mxfp8"),
     "weights by columns": (lambda: by_columns(experts(scale=True)), "bf16"),
-    "interleaved weights by columns": (lambda: by_columns(experts(fm.SwiGLU(interleaved=True))), "bf16"),
     "dense weights by columns": (lambda: by_columns(dense()), "bf16"),
-    "other activation by columns": (lambda: by_columns(experts(fm.SquaredReLU())), "bf16"),
-    "half of the features has no whole blocks of the gradient": (
-        lambda: experts(fm.SquaredReLU(), width=48), "fp8_block",
-    ),
     "no blocks of gate and up": (lambda: experts(width=48), "fp8_tensor"),
     "e4m3 gradients": (experts, FP8Tensor(hybrid=False)),
     "powers of two": (experts, FP8Tensor(power_of_two=True)),
@@ -195,16 +182,9 @@ def test_other_chains(make, recipe):
     assert not both_ways(make(), None, recipe).unfused
 
 
-STRIDED = {
-    "leading dimensions in another order": lambda: torch.randn(3, 5, H, dtype=BF16).transpose(0, 1),
-    "a part of the features": lambda: torch.randn(3, 5, H + 8, dtype=BF16)[..., :H],
-    "every second row": lambda: torch.randn(3, 10, H, dtype=BF16)[:, ::2],
-}
-
-
-@pytest.mark.parametrize("make", STRIDED.values(), ids=STRIDED)
-def test_rows_of_a_dense_layer_with_strides(make):
-    chain, x = dense(), make()
+@pytest.mark.parametrize("view", [lambda t: t[:, :, :H].transpose(0, 1), lambda t: t[:, ::2, :H]])
+def test_rows_of_a_dense_layer_with_strides(view):
+    chain, x = dense(), view(torch.randn(3, 10, H + 8, dtype=BF16))
     with fm.strict(), torch.no_grad():
         y = chain(x)
     with fm.disabled("*"), torch.no_grad():
@@ -218,8 +198,8 @@ EXPANDED, BY_COLUMNS = (lambda y: torch.ones(y.shape[-1], dtype=y.dtype).expand(
 
 
 @pytest.mark.parametrize("gradient", [EXPANDED, BY_COLUMNS], ids=["expanded", "by columns"])
-@pytest.mark.parametrize(("make", "recipe"), [(experts, "bf16"), (experts, "fp8_block"), (dense, "bf16"),
-                                              (routed, "bf16"), (functools.partial(dense, bias=True), "bf16"),
+@pytest.mark.parametrize(("make", "recipe"), [(experts, "fp8_block"), (routed, "bf16"),
+                                              (functools.partial(dense, bias=True), "bf16"),
                                               (functools.partial(experts, bias=True), "bf16")])  # fmt: skip
 def test_gradients_that_kernels_cannot_read_are_copied(make, recipe, gradient):
     chain = make()
@@ -238,7 +218,6 @@ def test_gradients_that_kernels_cannot_read_are_copied(make, recipe, gradient):
 IN_A_CHAIN = {
     "before the experts": lambda: (fm.Linear(H, H, dtype=BF16), fm.GroupedLinear(E, H, H, dtype=BF16)),
     "after them": lambda: (fm.GroupedLinear(E, H, H, dtype=BF16), fm.Linear(H, H, dtype=BF16)),
-    "a whole MLP before them": lambda: (*dense(bias=True), fm.GroupedLinear(E, H, H, dtype=BF16)),
     "a whole MLP after them": lambda: (fm.GroupedLinear(E, H, H, dtype=BF16), *dense(bias=True)),
 }
 
@@ -260,16 +239,6 @@ def test_rows_of_no_expert_count_in_no_gradient_of_a_dense_layer(ops):
         got = results(torch.nan)
         assert all(torch.equal(got[name], t) for name, t in results(torch.inf).items())
     assert_close(got, expected)
-
-
-def test_rows_with_more_dimensions_have_no_splits():
-    """``splits`` count the first dimension; the kernels count rows."""
-    op, x, splits = fm.Linear(H, H, dtype=BF16), torch.randn(ROWS, 2, H, dtype=BF16), torch.tensor(SPLITS)
-    with fm.strict(), pytest.raises(fm.FusionError, match="the chain has splits, and rows with 3 dimensions, not 2"):
-        op(x, splits=splits).sum().backward()
-    op.zero_grad()
-    op(x, splits=splits).sum().backward()
-    assert op.bias.grad.eq(2 * sum(SPLITS)).all()
 
 
 @pytest.mark.parametrize(("make", "recipe", "x"), [
@@ -309,8 +278,6 @@ def test_what_runs_and_what_is_kept():
         ("3.Dgrad", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"), ("0.Wgrad",), ("0.Dgrad",),
     ]  # fmt: skip
     assert {*plan.kept} == {"0.input", "1.input", "probs", "offsets"}
-    assert "FUSED" in str(plan)
-    assert "unfused" not in str(plan)
 
 
 BOTH, LINES, COLUMNS = ({"rows": True, "columns": True}, {"rows": True, "columns": False},
@@ -356,12 +323,11 @@ def test_the_forms_that_weight_and_bias_gradients_read():
     assert (derivative["want_output"], derivative["codes"]) == (False, torch.float8_e5m2)
 
 
-@pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize(("make", "recipe"), [(experts, "bf16"), (dense, "bf16"), (experts, "fp8_block")])
-def test_without_gradients_nothing_is_kept(make, recipe, grad):
+@pytest.mark.parametrize(("make", "recipe"), [(dense, "bf16"), (experts, "fp8_block")])
+def test_without_gradients_nothing_is_kept(make, recipe):
     chain = make()
     x, named = operands(chain, frozen=("x",))
-    with grad():
+    with torch.inference_mode():
         plan = both_ways(chain, x, recipe, **named)
     assert plan.kept == ()
     if recipe == "bf16":
@@ -376,8 +342,7 @@ def test_without_gradients_nothing_is_kept(make, recipe, grad):
 
 BIASES, WEIGHTS = ("0.bias", "3.bias"), ("0.weight", "3.weight")
 FROZEN = [
-    ("x",), ("0.weight",), ("3.weight",), WEIGHTS, BIASES, ("probs",), (*WEIGHTS, *BIASES, "probs"),
-    ("x", "3.weight", *BIASES, "probs"), ("x", *WEIGHTS, *BIASES),
+    ("x",), ("0.weight",), ("3.weight",), BIASES, ("probs",), (*WEIGHTS, *BIASES, "probs"), ("x", *WEIGHTS, *BIASES),
 ]  # fmt: skip
 
 
@@ -411,7 +376,6 @@ def test_options_reach_every_kernel_and_backward_has_those_of_its_forward(recipe
         chain.sm_margin = 0
         y.sum().backward()
         assert [what["options"] for _, what in calls if "options" in what] == [KernelOptions(8, "static")] * 6
-        assert ", schedule static, 16 rows\n" in str(chain.explain(x, **named))
         calls.clear()
         chain(x, **named).sum().backward()
     assert {what["options"] for _, what in calls if "options" in what} == {KernelOptions(0, "static")}
@@ -442,8 +406,6 @@ def test_the_scale_its_gradient_and_the_bias_take_launches(dtype, recipe):
     plan = both_ways(after, x, recipe, **named)
     assert (step := next(s for s in plan.steps if "1.Scale" in s.ops)).rule == (FP8_GEMM if fp8 else GEMM)
     assert step.launches == 1 + converted
-    plan = plan_of(after, *operands(after)[:1], recipe, **operands(after)[1])
-    assert next(s for s in plan.steps if "1.Scale" in s.ops).rule is None, "a scale with a gradient, after a layer"
 
 
 # -------------------------------------------------------------------------------------------- FP8: plans of other steps
@@ -460,18 +422,10 @@ def test_an_activation_that_no_fp8_product_takes_runs_alone(act, width):
     (reason,) = reasons(plan, FP8_GEMM_ACTIVATION)
     (step,) = [step for step in plan.steps if step.rule == "sm90.activation"]
     assert step.why == f"{FP8_GEMM_ACTIVATION}: CONSTRAINT: {reason}"
-    assert f"1.SwiGLU: {FP8_GEMM_ACTIVATION}: CONSTRAINT: {reason}" in " ".join(str(plan).split())
-    assert "apart from a product, because:" in str(plan)
     x, named = operands(chain)
     missed = pytest.raises(fm.FusionError, match=f"1.SwiGLU: {FP8_GEMM_ACTIVATION}: ")
     with fm.recipe("fp8_block"), fm.strict(), fm.disabled("sm90.activation"), missed:
         chain(x, **named)
-
-
-def test_a_lower_bound_on_amax_is_applied_by_a_step_of_its_own():
-    plan = both_ways(experts(), None, FP8Block(amax_epsilon=1e-3))
-    assert rules(plan) == [QUANTIZE, FP8_GEMM_ACTIVATION, QUANTIZE, FP8_GEMM, *AFTER]
-    assert called("block_scaled_gemm_activation")[0]["quantized"] is None
 
 
 @pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
@@ -556,18 +510,6 @@ def test_inference_with_delayed_scaling_leaves_the_histories():
     assert all(torch.equal(t, before[name]) for name, t in chain.state_dict().items())
 
 
-def test_delayed_scaling_of_a_result_in_blocks():
-    """Of operands with scales per block; only the result has one scale per expert."""
-    delayed, (first, act, second) = Quantizer(fp8_tensor(), delayed=Delayed(2)), experts()
-    of_first = fm.Quantize(fp8_block(), weight=fp8_block(across=128))
-    chain = fm.Sequential(of_first, first, act, fm.Quantize(delayed, weight=delayed), second)
-    x, named = operands(chain, frozen=("x",))
-    with torch.no_grad(), fm.strict():
-        chain(x, **named)
-        assert rules_used(only_plan(chain, x, **named))[-2:] == [FP8_GEMM_ACTIVATION, FP8_GEMM]
-    assert called("block_scaled_gemm_activation")[0]["quantized"] == fp8_tensor()
-
-
 # ----------------------------------------------------------------------------------------------------- beside a product
 
 
@@ -636,6 +578,9 @@ def test_nothing_runs_beside_a_product_of_copies(monkeypatch):
         for grad, beside in ((dy, 0), (dy.contiguous(), 1)):
             gradients(layer, x, "bf16", grad)
             assert len(called("beside")) == beside
+    rows_, slots = torch.randn(H, 4, dtype=BF16).mT, torch.arange(4, dtype=torch.int32).view(2, 2)
+    bind_sum(rows_, slots, None, 16)(rows_, slots)  # nor does a sum of copies
+    assert called("sum_slots")[-1] == {"scale": False}
 
 
 # -------------------------------------------------------------------------------------- main_grad and quantized weights
@@ -675,21 +620,6 @@ def test_weight_gradients_are_added_to_main_grad_unrounded(make, recipe):
     assert [s.ops for s in plan.steps if s.rule and s.rule.endswith("wgrad")] == [
         (f"{i}.{'Linear' if make is dense else ''}WgradIntoMainGrad",) for i in (2, 0)
     ]
-
-
-def test_a_weight_that_can_be_marked_is_marked():
-    chain = accumulating(experts())
-    x, named = operands(chain)
-    chain[0].weight.grad_added_to_main_grad = False
-    chain[0].weight.zero_out_wgrad = True
-    outcome(chain, x, **named)
-    assert chain[0].weight.grad_added_to_main_grad is True
-    assert chain[0].weight.grad.dtype is BF16
-    assert not chain[0].weight.grad.any()
-    assert chain[2].weight.grad is None
-    del chain[0].weight.main_grad
-    with pytest.raises(fm.InputError, match=r"GroupedLinear\(.*: weight.main_grad: expected a tensor"):
-        outcome(chain, x, **named)
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
@@ -783,27 +713,14 @@ def missed(chain, x, **named):
     return []
 
 
-def llama4(act=fm.SwiGLU, hidden=H):
-    """Llama-4's experts: the router's score multiplies what goes into them."""
-    dispatch, first, _act, second, _ = routed(early=False, hidden=hidden)
-    return fm.Sequential(dispatch, fm.Scale("probs"), first, act(), second, fm.Combine(None))
-
-
 def test_a_scale_before_the_first_layer_is_none_that_the_backward_rule_is_for(caplog):
     """The rule for `Dgrad, ScaleGrad, DScale, DSwiGLU` takes the scale between an activation and a layer."""
-    chain = llama4()
+    dispatch, first, act, second, _ = routed(early=False)
+    chain = fm.Sequential(dispatch, fm.Scale("probs"), first, act, second, fm.Combine(None))  # as in Llama-4
     x, named = operands(chain)
     with fm.strict():
         outcome(chain, x, **named)
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    odd = llama4(hidden=36)
-    x, named = operands(odd)
-    found = {*missed(odd, x, **named)}
-    assert {"0.Dispatch", "2.GroupedLinear", "4.GroupedLinear", "2.Wgrad", "2.Dgrad", "5.Combine"} <= found
-    assert not {"1.Scale", "1.ScaleGrad", "1.DScale"} & found
-    mine = llama4(type("Mine", (fm.SwiGLU,), {}))
-    x, named = operands(mine)
-    assert missed(mine, x, **named) == ["3.Mine"]
 
 
 def of_scale(at, *ops):
@@ -817,10 +734,8 @@ FP32, FP64 = torch.float32, torch.float64
 
 
 @pytest.mark.parametrize(("make", "dtype", "frozen", "found"), [
-    (BETWEEN, FP64, (), of_scale(2, "ScaleGrad", "DScale")),
-    (AFTER_ACT, FP32, (), []), (AFTER_ACT, FP64, (), of_scale(2, "ScaleGrad", "DScale")),
-    (AFTER_ACT, FP32, ("probs",), []), (AFTER_ACT, FP64, ("probs",), of_scale(2, "DScale")),
-    (AFTER_LAYER, FP32, (), []), (AFTER_LAYER, FP64, (), []),
+    (BETWEEN, FP64, (), of_scale(2, "ScaleGrad", "DScale")), (AFTER_ACT, FP32, (), []),
+    (AFTER_ACT, FP64, ("probs",), of_scale(2, "DScale")), (AFTER_LAYER, FP32, (), []), (AFTER_LAYER, FP64, (), []),
     (AFTER_LAYER, FP32, ("probs",), []), (AFTER_LAYER, FP64, ("probs",), of_scale(1)),
 ])  # fmt: skip
 def test_only_what_would_be_fused_is_missed(make, dtype, frozen, found, caplog):
@@ -830,13 +745,7 @@ def test_only_what_would_be_fused_is_missed(make, dtype, frozen, found, caplog):
     assert missed(chain, x, **named) == found
     plan = only_plan(chain, x, **named)
     why = {step.ops[0]: step.why for step in plan.unfused}
-    if found:
-        rule = GEMM if make is AFTER_LAYER else GEMM_ACTIVATION
-        declined = "CONSTRAINT: the row scale is float64, not float32, bfloat16 or float16: convert it"
-        assert why[found[0]] == f"{rule}: {declined}"
-        assert len(found) < 3 or make is AFTER_ACT or why[found[-1]] == f"{DGRAD_ACTIVATION}: {declined}"
-    else:
-        assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert found or not [r for r in caplog.records if r.levelno >= logging.WARNING]
     if make is AFTER_LAYER and dtype is FP32 and not frozen:
         assert why["1.Scale"] == f"{GEMM}: CONSTRAINT: cannot keep 1.input, which 1.ScaleGrad needs"
         assert status(plan, GEMM, 0)[0] is Status.FUSED

@@ -6,8 +6,6 @@ A declined chain computes the same as without rules.
 import functools
 import importlib.util
 import re
-import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -39,7 +37,6 @@ from torch import nn
 
 import fusedmoe as fm
 from fusedmoe import FusionError, Status
-from fusedmoe.builtin_rules import requirements
 from fusedmoe.builtin_rules.products.fp8 import guard_codes, on_readable_codes
 from fusedmoe.fusion.language.rule import Declined, NothingToDo
 from fusedmoe.kernels.build import toolkit
@@ -51,7 +48,6 @@ from fusedmoe.numerics.formats import (
     Quantizer,
     ScaleRule,
     fp8_block,
-    fp8_row,
     fp8_tensor,
     mxfp8,
 )
@@ -79,10 +75,6 @@ def last(of_input, backward=LINES, of_gradient=None):
 def first(of_result):
     quantized = fm.Quantize(LINES, weight=BLOCKS), fm.GroupedLinear(E, H, 2 * I, dtype=BF16)
     return fm.Sequential(*quantized, fm.SwiGLU(), fm.Quantize(of_result))
-
-
-def elementwise(*scale):
-    return fm.Sequential(fm.SwiGLU(), *scale)
 
 
 def one_layer(quantizer=None, backward=None, weight=None):
@@ -144,18 +136,10 @@ DECLINED = [  # id, chain, settings, reason of each rule, whether `strict` misse
      "linear_dgrad", "linear_dgrad_activation") | both("takes no fp8 e4m3 1x128 operands", "linear_wgrad"), False),
     ("dense, fp32", lambda: dense(dtype=FP32), {}, both(NOT_16_BIT.format("input"), "linear", "linear_activation")
      | both(NOT_16_BIT.format("grad_output"), "linear_wgrad", "linear_dgrad", "linear_dgrad_activation"), True),
-    ("dense, odd features", lambda: dense(hidden=36), {}, both(WIDTH.format("in_features 36"), "linear_activation"),
-     True),
-    ("dense, odd half", lambda: dense(width=12), {}, both(WIDTH.format("half of out_features 12"), "linear_activation"),
-     True),
     ("dense, one feature", lambda: fm.Sequential(fm.Linear(H, 1, bias=False, dtype=BF16)), {},
      both("out_features is 1, a product for plain PyTorch", "linear", "linear_wgrad"), False),
-    ("activation, odd half", elementwise, {"features": 24}, both(WIDTH.format("half of the features 12"), *ACTIVATIONS),
-     True),
-    ("activation, fp32", elementwise, {"features": 48, "dtype": FP32}, both(NOT_16_BIT.format("input"), "activation"),
-     True),
-    ("activation, fp64 scale", lambda: elementwise(fm.Scale("probs")), {"features": 48, "probs": FP64},
-     both(NO_SCALE, *ACTIVATIONS), True),
+    ("activation, odd half", lambda: fm.Sequential(fm.SwiGLU()), {"features": 24},
+     both(WIDTH.format("half of the features 12"), *ACTIVATIONS), True),
     ("tokens in fp32", lambda: routed(dtype=FP32), {}, both("x is float32, not bfloat16 or float16", *SORTING), True),
     ("odd tokens", lambda: routed(hidden=36), {}, both(WIDTH.format("features 36"), *SORTING), True),
     ("int16 ids", routed, {"index": torch.int16},
@@ -202,8 +186,6 @@ DECLINED = [  # id, chain, settings, reason of each rule, whether `strict` misse
      }, True),
     ("fp8, fp64 scale", lambda: experts(scale=True), FP8 | {"probs": FP64},
      dict.fromkeys((FP8_GEMM_ACTIVATION, FP8_DGRAD_ACTIVATION), NO_SCALE), True),
-    ("fp8, fp64 scale after a layer", lambda: layer(I, fm.Scale("probs")),
-     FP8 | {"probs": FP64, "frozen": ("probs",)}, {FP8_GEMM: NO_SCALE}, True),
     ("fp8, bias gradient", lambda: experts(bias=True), FP8, {
         FP8_DGRAD_ACTIVATION: "the gradient of the preactivation is read unquantized too: the epilogue writes codes"
      }, False),
@@ -264,7 +246,6 @@ def test_declined(make, settings, found, missed):
 MULTIPLIES = "no kernel multiplies {} in {} yet: expected {}"
 OPERANDS = {  # of rows, of the weight
     "mxfp8 rows": (mxfp8(), BLOCKS, MULTIPLIES.format("rows", "mxfp8 e4m3 1x32", "blocks of 1x128 values")),
-    "rows per row": (fp8_row(), BLOCKS, MULTIPLIES.format("rows", "fp8 e4m3 per-row", "blocks of 1x128 values")),
     "e8m0 rows": (odd(), BLOCKS, MULTIPLIES.format("rows", "odd e4m3 1x128", "fp32 scales")),
     "e5m2 rows": (fp8_block(E5M2), BLOCKS, "{rows} is e5m2: expected e4m3"),
     "1x128 weight": (LINES, LINES, MULTIPLIES.format("a weight", "fp8 e4m3 1x128", "blocks of 128x128 values")),
@@ -307,46 +288,20 @@ def test_operands_that_no_fp8_product_takes(rule, which):
         assert not [name for name in called() if name.startswith("block_scaled_gemm")]
 
 
-OF_WGRAD = {  # of rows, of the gradient
-    "mxfp8": (mxfp8(), mxfp8(), MULTIPLIES.format("rows", "mxfp8 e4m3 1x32", "blocks of 1x128 values")),
-    "e5m2 rows": (fp8_block(E5M2), LINES, "wgrad.input is e5m2: expected e4m3"),
-    "rotated": (ROTATED, ROTATED, "grad_output is rotated: expected hadamard=False"),
-    "rotated rows": (ROTATED, LINES, "wgrad.input is rotated: expected hadamard=False"),
-    "gradient per expert": (
-        LINES, fp8_tensor(E5M2), MULTIPLIES.format("rows", "fp8 e4m3 1x128", "one scale per expert"),
-    ),
-    "rows per expert": (
-        fp8_tensor(), LINES, MULTIPLIES.format("rows", "fp8 e4m3 per-tensor", "blocks of 1x128 values"),
-    ),
-    "e5m2 rows per expert": (fp8_tensor(E5M2), fp8_tensor(), "wgrad.input is e5m2: expected e4m3"),
-    "gradient alone": (None, LINES, "wgrad.input is not quantized: expected FP8 operands"),
-    "rows alone": (LINES, None, "grad_output is not quantized: expected FP8 operands"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("which", OF_WGRAD)
-def test_operands_that_no_fp8_weight_gradient_takes(which):
-    of_rows, of_gradient, reason = OF_WGRAD[which]
+@pytest.mark.parametrize(("of_rows", "of_gradient", "reason"), [
+    (mxfp8(), mxfp8(), MULTIPLIES.format("rows", "mxfp8 e4m3 1x32", "blocks of 1x128 values")),
+    (fp8_block(E5M2), LINES, "wgrad.input is e5m2: expected e4m3"),
+    (ROTATED, ROTATED, "grad_output is rotated: expected hadamard=False"),
+    (ROTATED, LINES, "wgrad.input is rotated: expected hadamard=False"),
+    (LINES, fp8_tensor(E5M2), MULTIPLIES.format("rows", "fp8 e4m3 1x128", "one scale per expert")),
+    (fp8_tensor(E5M2), fp8_tensor(), "wgrad.input is e5m2: expected e4m3"),
+    (None, LINES, "wgrad.input is not quantized: expected FP8 operands"),
+])  # fmt: skip
+def test_operands_that_no_fp8_weight_gradient_takes(of_rows, of_gradient, reason):
     inner = fm.GroupedLinear(E, H, I, dtype=BF16)
     chain = fm.Sequential(fm.Quantize(of_rows), inner, fm.Quantize(None, backward=of_gradient))
     x, named = operands(chain)
-    with fm.strict():
-        outcome(chain, x, **named)
-    assert "block_scaled_wgrad" not in called()
     assert reason in reasons(only_plan(chain, x, **named), FP8_WGRAD)
-
-
-def test_mixed_dtypes():
-    """No op lets them come: rows that a foreign op makes would be the way."""
-
-    class Context:
-        recipe = fm.Recipe()
-
-        def dtype(self, value):
-            return BF16 if value == "input" else FP16
-
-    with pytest.raises(Declined, match=r"^fc.weight is float16, input is bfloat16: expected one dtype$"):
-        requirements.check_common(Context(), "input", "fc.weight")
 
 
 # ------------------------------------------------------------------------------------------------------- other machines
@@ -367,8 +322,6 @@ def arch(monkeypatch, number):
 MACHINES = [
     (lambda patch: arch(patch, None), (), "needs an sm_90 GPU, this device is cpu"),
     (lambda patch: arch(patch, 100), (), "needs an sm_90 GPU, this one is sm_100"),
-    (lambda patch: patch.setattr(sys, "platform", "win32"), (), "needs Linux, this is win32"),
-    (lambda patch: missing(patch, "cutlass"), (), "needs nvidia-cutlass-dsl: pip install nvidia-cutlass-dsl"),
     (lambda patch: missing(patch, "cutlass", "tvm_ffi"), (),
      "needs nvidia-cutlass-dsl and apache-tvm-ffi: pip install nvidia-cutlass-dsl apache-tvm-ffi"),
     (lambda patch: None, ("sm90.*",), "switched off by 'sm90.*'"),
@@ -390,7 +343,7 @@ def test_machines_without_the_kernels(monkeypatch, request, change, disabled, re
             declined = {rule: why for rule, why in declined.items() if rule.startswith("sm90.")}
             assert {*declined.values()} == {reason}
             assert len(declined) > 5
-            with fm.strict() if "win32" not in reason else nullcontext():
+            with fm.strict():
                 outcome(chain, x, **named)
     assert called() == []
     assert len(of_hopper) > len(declined)
@@ -454,21 +407,15 @@ GUARDED = [  # chain, recipe, change, reason
     (experts, "bf16", tokens("columns"), f"x has strides (1, 16): {LAST_AXIS}"),
     (experts, "bf16", weight("address"), f"the weight {ADDRESS}"),
     (experts, "bf16", weight("pitch"), "the weight has strides (17408, 68, 1): expected unit stride in one of the"),
-    (experts, "bf16", weight("pitch", 2), "the weight has strides (8448, 132, 1): expected unit stride in one of the"),
     (experts, "bf16", between_experts, "the weight has strides (16388, 64, 1): expected"),
     (experts, "bf16", subclass, "the weight is a Wrapped, not a plain tensor"),
     (lambda: experts(bias=True), "bf16", bias(0), "the bias is not contiguous"),
     (lambda: experts(bias=True), "bf16", bias(2), "the bias is not contiguous"),
-    (lambda: experts(bias=True), "fp8_block", bias(0), "the bias is not contiguous"),
     (lambda: experts(bias=True), "fp8_block", bias(2), "the bias is not contiguous"),
-    (experts, "fp8_block", tokens("address"), f"x {ADDRESS}"),
     (experts, "fp8_block", tokens("columns"), f"x has strides (1, 16): {LAST_AXIS}"),
-    (experts, "fp8_block", weight("address"), f"the weight {ADDRESS}"),
     (experts, "fp8_block", weight("pitch"), "the weight has strides (17408, 68, 1)"),
     (dense, "bf16", weight("address"), f"the weight {ADDRESS}"),
-    (dense, "bf16", weight("pitch"), "the weight has strides (17408, 68, 1)"),
     (routed, "bf16", ids_by_columns, "expert_index or expert_weight is not contiguous"),
-    (routed, "bf16", weight("pitch", 1), "the weight has strides (17408, 68, 1)"),
     (routed, "bf16", tokens("address"), f"x {ADDRESS}"),
     (routed, "bf16", far_apart, "gathered rows are 1073741824 elements apart"),
 ]  # fmt: skip
@@ -503,8 +450,9 @@ def test_routers_that_kernels_cannot_read(change, reason):
         chain(torch.randn(T, H, dtype=BF16))
 
 
-@pytest.mark.parametrize("how", ["columns", "address"])
-@pytest.mark.parametrize(("make", "recipe"), [(experts, "bf16"), (experts, "fp8_block"), (dense, "bf16")])
+@pytest.mark.parametrize(("make", "recipe", "how"), [
+    (experts, "bf16", "columns"), (experts, "fp8_block", "address"), (dense, "bf16", "columns"),
+])  # fmt: skip
 def test_a_main_grad_that_kernels_cannot_add_to(make, recipe, how, caplog):
     chain = make(accumulate_into_main_grad=True)
     x, named = operands(chain)
