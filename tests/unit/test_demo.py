@@ -197,7 +197,7 @@ def test_a_run_learns_and_has_as_many_results_as_steps(tmp_path):
     assert lines[-1] == f"step 60/60  held-out {trainer.evaluations[-1][1]:.3f} bits/byte"
 
 
-@pytest.mark.parametrize("changes", [{}, {"dropout": 0.3}, {"dtype": "bfloat16", "recipe": "mxfp8"}])
+@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"dtype": "bfloat16", "recipe": "mxfp8"}])
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(tmp_path, monkeypatch, changes):
     whole = trained(tmp_path / "whole", **changes)
     train_step = Trainer._train_step

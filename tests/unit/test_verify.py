@@ -193,7 +193,7 @@ def test_nvfp4_on_blackwell(blackwell, case):
 @pytest.mark.parametrize(
     ("module", "recipe"),
     [
-        *(("experts", recipe) for recipe in ("fp8_block", "fp8_tensor", "fp8_tensor, delayed", "mxfp8")),
+        *(("experts", recipe) for recipe in ("fp8_block", "fp8_tensor, delayed", "mxfp8")),
         *((module, "bf16") for module in ("moe", "weighted_at_the_end", "routed_layer")),
         ("stored_weights", "fp8_block"),
     ],
