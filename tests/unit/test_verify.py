@@ -513,10 +513,6 @@ def write_down(case):
         raise RuntimeError("a kernel that does not compile")
 
 
-def end(case):
-    os._exit(1)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("FUSEDMOE_CACHE_DIR", str(tmp_path))
@@ -530,10 +526,6 @@ def test_a_case_per_set_of_kernels_runs_in_another_process(folder):
     assert sorted(name for name, _ in ran) == sorted(case.name for case in AHEAD[::2])
     assert str(os.getpid()) not in {process for _, process in ran}
     assert said == ["compiling the kernels of 3 cases in 2 processes"]
-
-
-def test_a_process_that_dies_ends_nothing_else(folder):
-    compile_ahead(AHEAD, Sizes(), CPU, str, end, processes=2)
 
 
 def test_it_begins_after_the_first_case_that_compiles(monkeypatch):
