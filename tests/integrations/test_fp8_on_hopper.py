@@ -3,13 +3,15 @@
 tests/gpu/test_fp8_ways.py runs these plans.
 """
 
+import importlib
+
 import pytest
 import torch
 import transformers
-from kit import megatron_stand_in, torchtitan_stand_in
 from kit.fp8_layers import RECIPES, assert_products_are_fp8, rules
 from kit.fp8_models import fp8_model
-from kit.framework_oracle import import_anew, install
+from kit.megatron_core import megatron_core
+from kit.torchtitan_models import imported
 
 import fusedmoe as fm
 from fusedmoe.integrations.megatron import FusedGroupedMLP
@@ -48,23 +50,21 @@ def test_an_fp8_checkpoint_of_transformers():
 
 
 @EACH
-def test_torchtitan(recipe, monkeypatch):
-    install(monkeypatch, torchtitan_stand_in.MODULES)
-    ours = import_anew(monkeypatch, "fusedmoe.integrations.torchtitan")
-    config = torchtitan_stand_in.GroupedExperts.Config(dim=H, hidden_dim=I, num_experts=E)
-    module = ours.experts(config, recipe=recipe).build()
+def test_torchtitan(recipe):
+    config = imported("torchtitan.models.common.moe").GroupedExperts.Config(dim=H, hidden_dim=I, num_experts=E)
+    module = importlib.import_module("fusedmoe.integrations.torchtitan").experts(config, recipe=recipe).build()
     (plan,) = module.explain_rows(512, arch=90).plans
     assert_products_are_fp8(plan, recipe)
 
 
 @EACH
-def test_megatron(recipe, monkeypatch):
-    install(monkeypatch, megatron_stand_in.MODULES)
-    config = megatron_stand_in.transformer_config(
+def test_megatron(recipe):
+    megatron = megatron_core()
+    config = megatron.transformer_config(
         activation_func=torch.nn.functional.silu, gated_linear_unit=True, hidden_size=H, moe_ffn_hidden_size=I,
         num_moe_experts=E, add_bias_linear=False, use_cpu_initialization=True, params_dtype=BF16,
     )  # fmt: skip
-    groups = megatron_stand_in.ProcessGroupCollection()
+    groups = megatron.ProcessGroupCollection()
     with fm.disabled("sm90.activation", "sm90.dactivation"):  # with few rows, they take fewer launches
         (plan,) = FusedGroupedMLP(E, config, pg_collection=groups, recipe=recipe).explain_rows(512, arch=90).plans
     assert_products_are_fp8(plan, recipe)

@@ -1,16 +1,15 @@
-"""Experts of Megatron-Core: in Megatron-Core itself where it can be imported, else in a stand-in of its interface."""
+"""Experts of Megatron-Core."""
 
 import copy
 import importlib.util
-import sys
-import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from kit import megatron_stand_in as stand_in
-from kit.framework_oracle import exact, install, loop, swiglu
+from kit import oracles
+from kit.framework_oracle import loop
+from kit.megatron_core import Group, megatron_core
+from kit.oracles import exact_copies
 from kit.rounding import relative_error
 from torch import distributed as dist
 
@@ -24,48 +23,9 @@ BF16 = torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.01}
 
 
-def import_megatron():
-    """Import Megatron-Core, without Transformer Engine where that cannot be imported."""
-    modules = ["activations", "process_groups_config", "transformer.transformer_config", "transformer.moe.experts"]
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
-        warnings.simplefilter("ignore")
-        try:
-            importlib.import_module("transformer_engine.pytorch")
-        except (ImportError, RuntimeError):  # its package without a framework raises the latter
-            patch.setitem(sys.modules, "transformer_engine", None)
-        return [importlib.import_module(f"megatron.core.{name}") for name in modules]
-
-
-@pytest.fixture(params=["stand-in", "megatron"])
-def megatron(request, monkeypatch):
-    """Megatron's functions and configuration."""
-    if request.param == "megatron":
-        return real_megatron()
-    install(monkeypatch, stand_in.MODULES)
-    return stand_in
-
-
-def real_megatron():
-    if importlib.util.find_spec("megatron") is None:
-        pytest.skip("Megatron-Core is not installed")
-    activations, groups, config, experts = import_megatron()
-
-    def transformer_config(**settings):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return config.TransformerConfig(**{"num_layers": 1, "num_attention_heads": 4} | settings)
-
-    def process_groups(ep=None, expt_tp=None, expt_dp=None):
-        collection = groups.ProcessGroupCollection()
-        for name, group in (("ep", ep), ("expt_tp", expt_tp), ("expt_dp", expt_dp)):
-            setattr(collection, name, group or stand_in.Group())
-        return collection
-
-    return SimpleNamespace(
-        squared_relu=activations.squared_relu, quick_gelu=activations.quick_gelu,
-        transformer_config=transformer_config, ProcessGroupCollection=process_groups,
-        SequentialMLP=experts.SequentialMLP,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def megatron():
+    return megatron_core()
 
 
 def make_config(megatron, activation="swiglu", **settings):
@@ -105,25 +65,24 @@ def rows(dtype=torch.float32):
     return x.requires_grad_(), probs.requires_grad_(), dy
 
 
-def act(name, h):
-    if name == "squared_relu":
-        return torch.where(h > 0, h, 0) ** 2
-    g, u = h.chunk(2, dim=-1)
-    if name == "geglu":
-        return 0.5 * g * (1 + torch.erf(g / 2**0.5)) * u
-    if name == "reglu":
-        return torch.where(g > 0, g, 0) * u
-    return swiglu(g, u, *{"swiglu": (), "clamped": (0.5,), "gpt-oss": (0.5, 1.702, 1.0)}[name])
+ACTIVATIONS = {
+    "swiglu": lambda h: oracles.glu(h, "swiglu"),
+    "clamped": lambda h: oracles.glu(h, "swiglu", 0.5),
+    "gpt-oss": lambda h: oracles.glu(h, "swiglu", 0.5, 1.702, 1.0),
+    "geglu": lambda h: oracles.glu(h, "geglu_erf"),
+    "reglu": lambda h: oracles.glu(h, "reglu"),
+    "squared_relu": oracles.squared_relu,
+}
 
 
 def expected(activation, module, x, probs, dy):
     """Exact output, and gradients of the rows, the probabilities and each parameter."""
     named = dict(module.named_parameters())
-    leaves = dict(zip(named, exact(*named.values()), strict=True))
+    leaves = dict(zip(named, exact_copies(*named.values()), strict=True))
     exact_x = x.detach().double()
     exact_x[sum(COUNTS) :] = 0
     exact_x.requires_grad_()
-    (exact_probs,) = exact(probs)
+    (exact_probs,) = exact_copies(probs)
     both = torch.cat([exact_x, exact_probs[:, None]], dim=1)
 
     def product(layer, e, h):
@@ -135,7 +94,7 @@ def expected(activation, module, x, probs, dy):
         if module.config.moe_apply_probs_on_input:
             h, p = h * p, 1
         y, bias = product("fc1", e, h)
-        y, last_bias = product("fc2", e, act(activation, y + bias) * p)
+        y, last_bias = product("fc2", e, ACTIVATIONS[activation](y + bias) * p)
         return y + last_bias * p
 
     y = loop(both, COUNTS, expert)
@@ -184,17 +143,6 @@ def test_output_and_gradients(megatron, case):
     check(activation, make(megatron, activation, **settings), **call)
 
 
-def test_no_rows(megatron):
-    module = make(megatron)
-    x, probs, _ = rows()
-    y, _ = module(x[:0], [0] * len(COUNTS), probs[:0])
-    assert y.shape == (0, HIDDEN)
-    y.sum().backward()
-    for parameter in module.parameters():
-        assert parameter.grad.shape == parameter.shape
-        assert not parameter.grad.any()
-
-
 def test_a_recipe(megatron):
     x, probs, _ = rows()
     plain, quantized = make(megatron), make(megatron, recipe="mxfp8")
@@ -214,7 +162,7 @@ def test_a_recipe(megatron):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_megatron_sums_over_ranks(megatron, ranks):
-    groups = megatron.ProcessGroupCollection(ep=stand_in.Group(ranks, ranks - 1))
+    groups = megatron.ProcessGroupCollection(ep=Group(ranks, ranks - 1))
     module = make(megatron, groups=groups, expert_model_parallel_size=ranks, **BIAS)
     assert {p.allreduce for p in module.parameters()} == {ranks == 1}
     assert all(p.tensor_model_parallel for p in module.parameters())
@@ -273,34 +221,6 @@ def test_explain_of_a_model(megatron):
     assert {s.direction for s in group.explanation.steps} == {"forward", "backward"}
     (plan,) = fm.explain(model["a"].to("meta")).plans
     assert plan.device == "meta"
-
-
-def test_explain_says_why_megatrons_router_stays(megatron):
-    layer = torch.nn.Module()
-    layer.router = type("TopKRouter", (torch.nn.Module,), {"__module__": "megatron.core.transformer.moe.router"})()
-    layer.experts = make(megatron)
-    line = "experts: the model's own router, TopKRouter, chooses the experts and runs unchanged: Megatron's dispatcher"
-    assert line in str(fm.explain(layer))
-
-
-def test_what_holds_around_explain_of_a_model_counts(megatron):
-    module = make(megatron)
-    with torch.no_grad():
-        assert {s.direction for s in fm.explain(module).plans[0].steps} == {"forward"}
-    x, probs = torch.zeros(18, HIDDEN, requires_grad=True), torch.ones(18, requires_grad=True)
-    with fm.recipe("fp8_block"), torch.autocast("cpu", BF16):
-        (plan,) = fm.explain(module, tokens=18).plans
-        assert str(plan) == str(module.explain(x, [5, 5, 4, 4], probs).plans[0])
-    assert (plan.recipe, plan.dtype) == ("fp8_block", "bfloat16")
-
-
-@pytest.mark.parametrize(("router", "dtype"), [(None, BF16), ("fp64", torch.float64)])
-def test_probabilities_are_explained_in_the_routers_dtype(megatron, monkeypatch, router, dtype):
-    module = make(megatron, params_dtype=BF16, moe_router_dtype=router)
-    asked = []
-    monkeypatch.setattr(fm.Sequential, "explain", lambda self, x, **inputs: asked.append((x, inputs["probs"])))
-    module.explain_rows(8)
-    assert [(x.dtype, probs.dtype) for x, probs in asked] == [(BF16, dtype)]
 
 
 def test_parameters_may_be_changed_and_replaced(megatron):
@@ -374,7 +294,7 @@ def test_distributed_checkpoints(megatron, activation, bias):
     settings = {"expert_model_parallel_size": 2, "add_bias_linear": bias}
     factories, parameters = [], {}
     for rank in (0, 1):
-        groups = megatron.ProcessGroupCollection(ep=stand_in.Group(2, rank), expt_dp=stand_in.Group(4, 3))
+        groups = megatron.ProcessGroupCollection(ep=Group(2, rank), expt_dp=Group(4, 3))
         module = make(megatron, activation, experts=2, groups=groups, **settings)
         with torch.no_grad():
             for parameter in module.parameters():
@@ -397,7 +317,7 @@ def _data_of(part):
 
 
 def test_distributed_checkpoints_with_a_key_for_each_expert(megatron):
-    groups = megatron.ProcessGroupCollection(ep=stand_in.Group(2, 1))
+    groups = megatron.ProcessGroupCollection(ep=Group(2, 1))
     module = make(megatron, experts=2, groups=groups, expert_model_parallel_size=2)
     found = module.sharded_state_dict("experts.", metadata={"singleton_local_shards": True})
     for name, parameter in module.named_parameters():
@@ -415,13 +335,12 @@ def test_distributed_checkpoints_with_a_key_for_each_expert(megatron):
     assert tensors(state)[0].key == "optimizer.state.exp_avg.experts.experts.2.linear_fc1.weight_w"
 
 
-# ---- Megatron-Core itself ------------------------------------------------------------------------------------------
+# ---- beside Megatron's own ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def sequential(monkeypatch):
+def sequential(megatron, monkeypatch):
     """Build Megatron's own experts, a loop over MLPs, and ours, in the process groups of one process."""
-    megatron = real_megatron()
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -479,48 +398,16 @@ def test_checkpoints_of_megatrons_own_experts(sequential, activation, singleton_
     assert all(torch.equal(p, want) for p, want in zip(own.parameters(), before, strict=True))
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_state_of_an_optimizer(sequential, tmp_path):
-    """Adam's state goes with each expert too, from Megatron's own experts to these."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.optimizer import (
-        get_param_id_to_sharded_param_map,
-        optim_state_to_sharding_state,
-    )
-
-    def sharded(experts, step):
-        optimizer = torch.optim.Adam(experts.parameters())
-        for i, parameter in enumerate(experts.parameters()):
-            parameter.grad = (i + 1) * torch.ones_like(parameter) if step else torch.zeros_like(parameter)
-        optimizer.step()
-        state = optimizer.state_dict()
-        model = experts.sharded_state_dict("experts.", (), {})
-        optim_state_to_sharding_state(
-            state, get_param_id_to_sharded_param_map(model, experts.parameters()), exclude_keys=("step",)
-        )
-        return optimizer, {"model": model, "optimizer": state}
-
-    own, module = sequential("swiglu")
-    (stepped, saved), (_, target) = sharded(own, True), sharded(module, False)
-    dist_checkpointing.save(saved, str(tmp_path))
-    loaded = dist_checkpointing.load(target, str(tmp_path))["optimizer"]["state"]
-    for expert, mlp in enumerate(own.local_experts):
-        for i, layer in enumerate(("linear_fc1", "linear_fc2")):
-            want = stepped.state[getattr(mlp, layer).weight]["exp_avg"]
-            assert want.any()
-            assert torch.equal(loaded[i]["exp_avg"][expert], want)
-
-
 @pytest.mark.usefixtures("sequential")  # for the process groups
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("fused", "overlap"), [(False, True), (True, False)])
-def test_in_the_data_parallel_wrapper(fused, overlap):
+def test_in_the_data_parallel_wrapper(megatron, fused, overlap):
     """Two micro-batches: the gradients in Megatron's buffer, by its hooks or added here, are the sum of both."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     names = ("overlap_grad_reduce", "use_distributed_optimizer", "overlap_param_gather")
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **dict.fromkeys(names, overlap))
-    module = make(real_megatron(), gradient_accumulation_fusion=fused)
+    module = make(megatron, gradient_accumulation_fusion=fused)
     wrapper = DistributedDataParallel(module.config, options, module)
     wrapper.zero_grad_buffer()
     x, probs, dy = rows()
@@ -575,8 +462,6 @@ def test_a_layer_with_these_experts(sequential):
     ({"activation_func": torch.tanh}, "activation_func: expected F.silu, quick_gelu, F.gelu or F.relu .* got 'tanh'"),
     ({"activation_func": F.silu, "gated_linear_unit": False}, "expected squared_relu .*, got 'silu'"),
     ({"activation_func_fp8_input_store": True}, "activation_func_fp8_input_store: expected none, got True"),
-    ({"use_te_activation_func": True}, "use_te_activation_func: expected none, got True"),
-    ({"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size: expected none, got 32"),
     ({"fp8": "hybrid"}, "fp8='hybrid' .* expected a recipe"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
      "recompute_modules: expected nothing within the experts, got moe_act"),
@@ -589,28 +474,6 @@ def test_configurations_that_are_refused(megatron, settings, message):
     config = make_config(megatron)
     for name, value in settings.items():  # set afterwards: Megatron has checks of its own
         setattr(config, name, value)
-    groups = megatron.ProcessGroupCollection(expt_tp=stand_in.Group(1 if settings else 2))
+    groups = megatron.ProcessGroupCollection(expt_tp=Group(1 if settings else 2))
     with pytest.raises(fm.InputError, match=message):
         FusedGroupedMLP(4, config, pg_collection=groups)
-
-
-def test_inputs_that_do_not_fit_are_refused(megatron):
-    module = make(megatron)
-    x, probs, _ = rows()
-    with pytest.raises(fm.InputError, match=r"splits: expected shape \(4,\)"):
-        module(x, COUNTS[:3], probs)
-    with pytest.raises(fm.InputError, match=r"probs: expected shape \(18,\)"):
-        module(x, COUNTS, probs[:-1])
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_the_routers_losses_are_those_of_megatron(score):
-    real_megatron()
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    tokens, experts, top_k = 24, 8, 3
-    router = fm.Router(HIDDEN, experts, top_k, score=score)
-    routing = router(torch.randn(tokens, HIDDEN))
-    stats = router.stats(routing)
-    balance = moe_utils.switch_load_balancing_loss_func(routing.probs, stats.load, tokens, top_k, experts, 1.0)
-    torch.testing.assert_close(stats.load_balancing_loss, balance)
-    torch.testing.assert_close(stats.z_loss, moe_utils.z_loss_func(routing.logits, 1.0))

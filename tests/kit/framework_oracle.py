@@ -1,22 +1,9 @@
-"""What the experts of every framework are held against: a loop over experts in fp64, written on its own."""
+"""A loop over experts for frameworks' modules, and modules that stand in for an import."""
 
-import importlib
 import sys
 from types import ModuleType
 
 import torch
-
-
-def swiglu(gate, up, limit=None, alpha=1.0, offset=0.0):
-    if limit is not None:
-        gate = torch.where(gate > limit, limit, gate)
-        up = torch.where(up > limit, limit, torch.where(up < -limit, -limit, up))
-    return gate / (1 + torch.exp(-alpha * gate)) * (up + offset)
-
-
-def exact(*tensors):
-    """The same values in fp64, as leaves that want gradients."""
-    return [t.detach().double().requires_grad_() for t in tensors]
 
 
 def loop(x, counts, expert):
@@ -36,10 +23,3 @@ def install(monkeypatch, contents):
         module.__path__ = []
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
-
-
-def import_anew(monkeypatch, name):
-    """Import a module that is forgotten after the test: what it imports may be a stand-in."""
-    monkeypatch.setitem(sys.modules, name, None)  # what was there before comes back
-    del sys.modules[name]
-    return importlib.import_module(name)
