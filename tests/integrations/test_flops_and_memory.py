@@ -66,9 +66,9 @@ def of_frozen(parameters, x):
     return lambda: seq(x, splits=splits())
 
 
-def of_checkpoint(reentrant):
+def of_checkpoint():
     call = of_mlp()
-    return lambda: checkpoint(lambda _: call(), rows(), use_reentrant=reentrant)
+    return lambda: checkpoint(lambda _: call(), rows(), use_reentrant=False)
 
 
 def of_op():
@@ -81,12 +81,10 @@ def of_dense():
     return lambda: dense(x)
 
 
-def with_other_parameters(nested):
+def with_other_parameters():
     """The second weight has no gradient."""
     weights = {"0.weight": torch.randn(E, 2 * I, H, requires_grad=True), "2.weight": torch.randn(E, H, I)}
     seq, x = mlp().without_parameters(), rows()
-    if nested:
-        seq, weights = fm.Sequential(seq), {f"0.{name}": weight for name, weight in weights.items()}
     return lambda: seq.forward_with(weights, x, splits=splits())
 
 
@@ -95,17 +93,14 @@ ROUTER = 2 * R * H * E
 FLOPS = {
     "fp32": (of_mlp, FORWARD, 2 * FORWARD),
     "bf16 with biases": (lambda: of_mlp(torch.bfloat16, True), FORWARD, 2 * FORWARD),
-    "fp64": (lambda: of_mlp(torch.float64), FORWARD, 2 * FORWARD),
     "rows without a gradient": (lambda: of_frozen(True, False), FORWARD, 2 * FORWARD - FIRST),
     "frozen": (lambda: of_frozen(False, True), FORWARD, FORWARD),
     "MoE": (lambda: of_moe(None), ROUTER + 2 * FORWARD, 2 * (ROUTER + 2 * FORWARD)),
     "shared expert": (lambda: of_moe(I), ROUTER + 3 * FORWARD, 2 * (ROUTER + 3 * FORWARD)),
     "op": (of_op, 2 * R * H * I, 4 * R * H * I),
     "dense": (of_dense, 2 * R * H * I, 4 * R * H * I),
-    "checkpoint": (lambda: of_checkpoint(False), FORWARD, 3 * FORWARD),
-    "reentrant checkpoint": (lambda: of_checkpoint(True), FORWARD, 3 * FORWARD),
-    "other parameters": (lambda: with_other_parameters(False), FORWARD, 2 * FORWARD - 2 * R * I * H),
-    "of a nested chain": (lambda: with_other_parameters(True), FORWARD, 2 * FORWARD - 2 * R * I * H),
+    "checkpoint": (of_checkpoint, FORWARD, 3 * FORWARD),
+    "other parameters": (with_other_parameters, FORWARD, 2 * FORWARD - 2 * R * I * H),
 }
 
 
@@ -126,9 +121,8 @@ def test_a_counter_names_the_modules_and_may_be_around_the_backward_pass_alone()
     assert counter.get_total_flops() == 2 * FORWARD
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_counter_changes_no_result(dtype):
-    seq, x = mlp(True, dtype), rows(dtype)
+def test_a_counter_changes_no_result():
+    seq, x = mlp(True), rows()
     found = []
     for context in (contextlib.nullcontext(), FlopCounterMode(display=False), contextlib.nullcontext()):
         seq.zero_grad()
@@ -140,8 +134,6 @@ def test_a_counter_changes_no_result(dtype):
     before, under, after = found
     assert_close(under, before, rtol=None, atol=None)
     assert_close(after, before, rtol=None, atol=None)
-    with FlopCounterMode(display=False), pytest.raises(fm.InputError, match="at least 0"):
-        seq(x, splits=torch.tensor([3, -1, 4, 2]))
 
 
 def test_flops_on_the_meta_device_and_on_fake_tensors():
@@ -188,14 +180,6 @@ def test_results_and_gradients_without_values_have_the_shapes_and_dtypes_of_a_ru
             assert y.device.type == device
 
 
-def test_fake_tensors_outside_of_their_mode():
-    with FakeTensorMode():
-        seq, x, given = mlp(), rows(), splits()
-    kinds, y = kinds_of_run(seq, x, {"splits": given})
-    assert isinstance(y, FakeTensor)
-    assert kinds["0.weight"] == ((E, 2 * I, H), torch.float32)
-
-
 def test_a_module_that_was_called_runs_on_fake_tensors_and_on_values_again():
     seq, x = mlp(), rows()
     expected = seq(x, splits=splits())
@@ -218,8 +202,8 @@ def test_recipes_on_fake_tensors(recipe, device):
     assert kinds["2.weight"] == ((E, 128, 128), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_fake_tensors_on_a_gpu_that_is_not_there(dtype):
+def test_fake_tensors_on_a_gpu_that_is_not_there():
+    dtype = torch.bfloat16
     seq, how = mlp(dtype=dtype, device="meta").without_parameters(), {"dtype": dtype, "device": "cuda"}
     with FakeTensorMode(), FlopCounterMode(display=False) as counter, fm.strict(unavailable=True):
         weights = {"0.weight": torch.empty(E, 2 * I, H, **how), "2.weight": torch.empty(E, H, I, **how)}
@@ -228,16 +212,14 @@ def test_fake_tensors_on_a_gpu_that_is_not_there(dtype):
     assert counter.get_total_flops() == FORWARD
 
 
-@pytest.mark.parametrize(("make", "inputs", "fake"), [
-    (mlp, {"splits": splits()}, False), (lambda: fm.MoE(H, I, E, 2), {}, False), (lambda: fm.MoE(H, I, E, 2), {}, True),
-])  # fmt: skip
-def test_a_memory_tracker_sees_parameters_and_gradients(make, inputs, fake):
-    with FakeTensorMode() if fake else contextlib.nullcontext():
-        module, x = make(), rows()
+@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
+def test_a_memory_tracker_sees_parameters_and_gradients(mode):
+    with mode():
+        module, x = fm.MoE(H, I, E, 2), rows()
         tracker = MemTracker()
         tracker.track_external(module, x)
         with tracker:
-            module(x, **inputs).sum().backward()
+            module(x).sum().backward()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
     nbytes = sum(p.nbytes for p in module.parameters())
     found = {getattr(kind, "value", kind): size for kind, size in peak.items()}

@@ -37,12 +37,14 @@ def inputs(*, scale=False, dtype=torch.float64, count=ROWS):
     return named
 
 
-def outcome(module, x, **named):
-    """The output of a call, and every gradient of ``(output * weights).sum()``, by name; on fresh leaves."""
+def outcome(module, x, call=None, **named):
+    """The output, and every gradient of ``(output * weights).sum()``, by name; on fresh leaves. ``call``: the module as
+    it is called, such as compiled.
+    """
     x = x.detach().clone().requires_grad_(x.requires_grad)
     named = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in named.items()}
     module.zero_grad()
-    y = module(x, **named)
+    y = (module if call is None else call)(x, **named)
     if y.requires_grad:
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
         (y * weights).sum().backward()
@@ -119,6 +121,12 @@ def rule(
     if available is not None:
         body["available"] = staticmethod(available)
     return type(FusionRule)("Rule", (FusionRule,), body, name=name, direction=direction)
+
+
+def doubled():
+    """Computes another function than its SwiGLU, so that its use shows."""
+    run = lambda self, keep: lambda x: 2 * self.act.compute(x)  # noqa: E731
+    return rule("tests.doubled", {"act": SwiGLU}, ("input",), run=run, launches=0)
 
 
 def needs_sm90(device, arch):
