@@ -79,8 +79,6 @@ CONFIGURATIONS = {
     ),
     "float32": ({"torch_dtype": "float32"}, [], False, [", float32\n"], "input is float32, not bfloat16 or float16"),
     "float32, asked": ({"torch_dtype": "float32"}, ["--dtype", "bfloat16"], True, [", bfloat16\n"], ""),
-    "no dtype": ({"torch_dtype": None}, [], True, [", bfloat16\n"], ""),
-    "one layer": ({"num_hidden_layers": 1}, [], True, [".0.mlp.experts: Qwen3MoeExperts, kept for backward "], ""),
     "fp8": (
         {"quantization_config": FP8}, [], True,
         [" bfloat16, quantized by fp8\n", "FP8Experts",
@@ -97,7 +95,7 @@ CONFIGURATIONS = {
             other(method), [], False, [QUANTIZED_BY.format(method)],
             f"model.layers.{{0-1}}.mlp.experts: not planned: {QUANTIZED_BY.format(method)}",
         )
-        for method in ("mxfp4", "torchao", "newest")
+        for method in ("mxfp4", "newest")
     },
     "no method": (
         {"quantization_config": {"load_in_4bit": True}}, [], False, [QUANTIZED_BY.format("bitsandbytes")],
@@ -154,22 +152,10 @@ def test_llama4(tmp_path, no_memory, explain):
 
 TWO_LAYERS = {"text_config": {"num_hidden_layers": 2}}
 NOT_CAUSAL = {  # what their small configurations have: the defaults of some are those of no model
-    **dict.fromkeys((
-        "aria", "ernie4_5_vl_moe", "glm4v_moe", "hy_v4_vl", "inkling2", "inkling2_loop", "minimax_m3_vl",
-        "mistral_large4", "muse_spark", "qwen3_vl_moe", "unlimited_ocr",
-    ), TWO_LAYERS),
-    "mistral4": {"num_hidden_layers": 2},
+    "aria": TWO_LAYERS,
+    "qwen3_vl_moe": TWO_LAYERS,
     "openai_privacy_filter": {"num_hidden_layers": 2},
     "glm5_next": {"num_hidden_layers": 4, "layer_types": None, "mlp_layer_types": ["dense", *["sparse"] * 3]},
-    "deepseek_ocr2": {
-        "text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 6}
-    },
-    "diffusion_gemma": {
-        "text_config": {
-            "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "num_experts": 8,
-            "top_k_experts": 2, "moe_intermediate_size": 64,
-        }
-    },
     "qwen3_omni_moe": {
         "thinker_config": TWO_LAYERS,
         "talker_config": {
@@ -194,15 +180,11 @@ def test_a_family_that_is_no_causal_language_model(family, tmp_path, no_memory, 
 @pytest.mark.parametrize(("content", "message"), [
     (None, "no such file or directory, nor a model in the local cache of transformers"),
     ("{", "transformers cannot read it"),
-    ("[]", "got no model_type in it"),
     ('{"hidden_size": 8}', "got no model_type in it"),
     ('{"model_type": "qwen3_mo"}', "has, got 'qwen3_mo'; did you mean 'qwen3_moe'? A model whose code comes with"),
-    ('{"model_type": ["qwen3_moe"]}', "has, got ['qwen3_moe']. A model"),
-    ('{"model_type": "qwen3_moe", "num_experts": "many"}', "transformers cannot"),
     ('{"model_type": "qwen3_moe", "quantization_config": "fp8"}', "quantization_config: expected an object, got 'fp8'"),
     ('{"model_type": "blip_text_model"}', "transformers cannot build a model from BlipTextConfig alone"),
     ('{"model_type": "qwen3_moe", "num_attention_heads": 0}', "transformers cannot"),
-    ({"num_experts": 8, "num_experts_per_tok": 0}, "experts per token: expected 1 to 8, got 0\n"),
     ({"num_experts": 8, "num_experts_per_tok": 9}, "experts per token: expected 1 to 8, got 9\n"),
 ])  # fmt: skip
 def test_what_is_no_configuration(config, tmp_path, explain, content, message):
@@ -219,10 +201,6 @@ def test_what_is_no_configuration(config, tmp_path, explain, content, message):
 def test_a_folder_that_is_no_model(tmp_path, explain):
     code, _, err = explain(tmp_path)
     assert (code, "the directory has no config.json" in err) == (1, True)
-    (tmp_path / "config.json").write_text('{"model_type": "no_such_model"}', encoding="utf-8")
-    code, _, err = explain(tmp_path)
-    assert (code, "model_type: expected one that transformers" in err) == (1, True)
-    assert len(err) < 800
 
 
 def test_names(monkeypatch, explain, capsys):

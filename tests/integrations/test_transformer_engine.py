@@ -102,14 +102,6 @@ def test_both_ways(name, bias):
     assert all(torch.equal(a, b) for a, b in zip(back.parameters(), ours.parameters(), strict=True))
 
 
-def test_in_bf16():
-    theirs = make_te("ScaledSwiGLU", dtype=torch.bfloat16)
-    ours = from_te(theirs)
-    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
-    check_same("ScaledSwiGLU", theirs, ours, torch.bfloat16)
-    assert {p.dtype for p in to_te(ours).parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.parametrize(("name", "size"), [*zip(WITH_BLOCKS, [1, 4, 16, 4], strict=True)])
 def test_from_blocks(name, size):
     """The rows are [gate; up] here; alternating rows stay as they are."""

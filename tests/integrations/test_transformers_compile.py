@@ -5,8 +5,9 @@ results, and one program, whether or not the model has been called before.
 import pytest
 import torch
 from kit import moe_families
+from kit.compare import assert_close
 from kit.moe_families import step
-from kit.stand_in_experts import Beta, Plain, assert_same, config
+from kit.stand_in_experts import Beta, Plain, config
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -56,22 +57,17 @@ def test_one_graph_for_every_routing(family):
     handle.remove()
     assert len(routings) == ROUTINGS, "the same routing again"
     for seed, want in enumerate(wants):
-        assert_same(step(tiny, compiled, **other_tokens(tiny, seed)), want, rtol=1e-4, atol=1e-6)
+        assert_close(step(tiny, compiled, **other_tokens(tiny, seed)), want, rtol=1e-4, atol=1e-6)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(2, ROUTINGS):
             compiled(**other_tokens(tiny, seed))
     assert counter.frame_count == 1
 
 
-class Mish(nn.Module):
-    def forward(self, gate):
-        return gate * torch.tanh(nn.functional.softplus(gate))
-
-
 CHANGES = {
     "limit": ("glm5_next", nn.SiLU, lambda m: setattr(m, "swiglu_limit", 0.5)),
     "number": ("qwen3_moe", Beta, lambda m: setattr(m.act_fn, "beta", 2.0)),
-    "class": ("qwen3_moe", nn.SiLU, lambda m: setattr(m, "act_fn", Mish())),
+    "class": ("qwen3_moe", nn.SiLU, lambda m: setattr(m, "act_fn", nn.Mish())),
 }
 
 
@@ -137,19 +133,3 @@ def test_the_same_program_before_and_after_a_first_call(name):
     meta = [n for n in before.graph.nodes if str(n.kwargs.get("device")) == "meta"]
     assert not meta, "tensors on the meta device are made in the program"
     assert nodes(before) == nodes(after)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the compiler
-def test_ahead_of_time_compilation_of_a_model_that_was_never_called(tmp_path):
-    module, given = to_export("qwen3_moe")
-    program = program_of(module, given)
-    try:
-        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    except torch._inductor.exc.InvalidCxxCompiler:
-        pytest.skip("no C++ compiler")
-    run = torch._inductor.aoti_load_package(package)
-    with torch.no_grad():
-        want = module(*given)
-        torch.testing.assert_close(run(*given), want, rtol=1e-4, atol=1e-5)
-    assert want.abs().sum() > 0

@@ -8,16 +8,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from kit.stand_in_experts import assert_same
+from kit.compare import assert_close
+from kit.toy import outcome
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV4Config, GemmaConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config
+from transformers import DeepseekV3Config, DeepseekV4Config, GemmaConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
 
 import fusedmoe as fm
@@ -41,19 +41,6 @@ def rows(*shape, dtype=torch.float64):
     return torch.randn(*(shape or (2, 5)), H, dtype=dtype, requires_grad=True)
 
 
-def outcome(mlp, x, run=None):
-    x.grad = None
-    mlp.zero_grad()
-    y = (mlp if run is None else run)(x)
-    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
-    grads = {name: p.grad for name, p in mlp.named_parameters() if p.grad is not None}
-    return {"y": y.detach(), "x": x.grad, **grads}
-
-
-def assert_close(got, want):
-    assert_same(got, want, rtol=1e-9, atol=1e-12)
-
-
 def memories(mlp):
     return {p.untyped_storage().data_ptr() for p in (mlp.gate_proj.weight, mlp.up_proj.weight)}
 
@@ -65,10 +52,6 @@ def frozen(name):
     mlp = llama_mlp()
     getattr(mlp, name).requires_grad_(False)
     return mlp
-
-
-def in_shared_memory():
-    return llama_mlp().share_memory()
 
 
 def tied():
@@ -89,19 +72,9 @@ def in_a_buffer():
     return with_weights(buffer[:I], buffer[2 * I :])
 
 
-def up_first():
-    buffer = torch.randn(2 * I, H, dtype=torch.float64)
-    return with_weights(buffer[I:], buffer[:I])
-
-
 def transposed():
     gate, up = torch.randn(2, H, I, dtype=torch.float64)
     return with_weights(gate.clone().t(), up.clone().t())
-
-
-def transposed_in_a_buffer():
-    gate, up = torch.randn(2, H, I, dtype=torch.float64)  # they follow each other
-    return with_weights(gate.t(), up.t())
 
 
 # and the number of memories of gate and up after the patch
@@ -110,19 +83,15 @@ MLPS = {
     "biases": (lambda: llama_mlp(bias=True), 1),
     "gelu": (lambda: llama_mlp(act="gelu"), 1),
     "gemma": (lambda: GemmaMLP(GemmaConfig(**SIZES)).double(), 1),
-    "qwen2": (lambda: Qwen2MLP(Qwen2Config(**SIZES)).double(), 1),
     "shared expert": (lambda: DeepseekV3MLP(DeepseekV3Config(hidden_size=H), intermediate_size=I).double(), 1),
     "gate frozen": (lambda: frozen("gate_proj"), 1),
-    "up frozen": (lambda: frozen("up_proj"), 1),
     "down frozen": (lambda: frozen("down_proj"), 1),
-    "shared memory": (in_shared_memory, 2),
+    "shared memory": (lambda: llama_mlp().share_memory(), 2),
     "tied": (tied, 1),
     "in a buffer": (in_a_buffer, 1),
-    "up first": (up_first, 1),
     "transposed": (transposed, 2),
-    "transposed in a buffer": (transposed_in_a_buffer, 1),
 }
-STAY = "shared memory", "in a buffer", "up first", "transposed", "transposed in a buffer"
+STAY = "shared memory", "in a buffer", "transposed"
 
 
 @pytest.mark.parametrize("name", MLPS)
@@ -143,7 +112,7 @@ def test_the_same_results(name):
     assert_close(outcome(mlp, x), want)
 
 
-@pytest.mark.parametrize("name", ["llama", "biases", "tied", "up first", "transposed in a buffer"])
+@pytest.mark.parametrize("name", ["llama", "biases", "tied", "in a buffer", "transposed"])
 def test_no_copy_where_the_weights_follow_each_other(name, monkeypatch):
     mlp, x = MLPS[name][0](), rows()
     want = mlp(x).detach()
@@ -167,20 +136,6 @@ def test_weights_that_come_apart():
     patch_dense(mlp)
     assert len(memories(mlp)) == 1
     assert_close(outcome(mlp, x), want)
-
-
-def test_second_derivatives():
-    mlp, x = llama_mlp(), rows(3)
-    patch_dense(mlp)
-    weight = mlp.gate_proj.weight
-
-    def penalty():
-        (grad,) = torch.autograd.grad(mlp(x).square().sum(), weight, create_graph=True)
-        return dict(zip("xw", torch.autograd.grad(grad.square().sum(), [x, weight]), strict=True))
-
-    got = penalty()
-    unpatch_dense(mlp)
-    assert_close(got, penalty())
 
 
 @pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
@@ -220,7 +175,7 @@ def test_compiled():
     mlp, x = llama_mlp(bias=True, dtype=torch.float32), rows(dtype=torch.float32)
     patch_dense(mlp)
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
-    assert_same(outcome(mlp, x, compiled), outcome(mlp, x), rtol=1e-5, atol=1e-6)
+    assert_close(outcome(mlp, x, compiled), outcome(mlp, x), rtol=1e-5, atol=1e-6)
 
 
 # ---- states and copies --------------------------------------------------------------------------------------------
@@ -230,12 +185,11 @@ def pickled(mlp):
     return pickle.loads(pickle.dumps(mlp))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_copies(copied):
+def test_a_copy():
     mlp, x = llama_mlp(), rows()
     patch_dense(mlp)
     want = outcome(mlp, x)
-    other = copied(mlp)
+    other = copy.deepcopy(mlp)
     assert_close(outcome(other, x), want)
     for parameter in other.parameters():
         parameter.data.zero_()
@@ -290,10 +244,6 @@ def hooked(mlp):
     mlp.gate_proj.register_forward_hook(lambda module, args, y: y + 1)
 
 
-def own_forward(mlp):
-    mlp.down_proj.forward = lambda h: 3 * nn.functional.linear(h, mlp.down_proj.weight)
-
-
 def pruned(mlp):
     for name, rows, columns in (("gate_proj", I // 2, H), ("up_proj", I // 2, H), ("down_proj", H, I // 2)):
         layer = getattr(mlp, name)
@@ -311,7 +261,6 @@ REASONS = {
         lambda m: add_hook_to_module(m.down_proj, Shifts()),
         "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
     ),
-    "forward": (own_forward, "down_proj has hooks or a forward of its own"),
     "function": (
         lambda m: setattr(m, "act_fn", ACT2FN["gelu"]),
         "its act_fn or its forward has changed since; call patch_dense again",
@@ -337,17 +286,6 @@ def test_a_module_that_has_changed_runs_as_before(change, reason, caplog):
     assert not torch.allclose(y, before)
     unpatch_dense(mlp)
     assert torch.equal(y, mlp(x))
-
-
-@pytest.mark.usefixtures("fresh_graphs")
-def test_a_graph_of_a_module_that_has_changed_says_why(caplog):
-    mlp, x = llama_mlp(), rows()
-    patch_dense(mlp)
-    hooked(mlp)
-    with caplog.at_level(logging.WARNING):
-        y = torch.compile(mlp, backend="eager")(x)
-    assert "LlamaMLP: gate_proj has hooks" in caplog.text
-    torch.testing.assert_close(y, mlp(x))
 
 
 # ---- what is not patched, and the plan ----------------------------------------------------------------------------

@@ -5,7 +5,6 @@ every family in test_transformers_families.py.
 """
 
 import copy
-import importlib.util
 import pickle
 import sys
 import types
@@ -14,10 +13,10 @@ import pytest
 import torch
 import transformers
 from kit import families_page, moe_families
+from kit.compare import assert_close
 from kit.moe_families import step
-from kit.stand_in_experts import E, H, I, K, Plain, T, arguments, assert_same, by_tokens, config, outcome
+from kit.stand_in_experts import E, H, I, K, Plain, T, arguments, by_tokens, config, outcome
 from torch import nn
-from transformers.integrations.moe import ExpertsInterface
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
@@ -50,7 +49,7 @@ def test_experts_that_change_after_a_call(change):
     experts_forward(module, x, index, weights)
     change(module)
     given = x, index.clamp(max=module.num_experts), weights
-    assert_same(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given))
+    assert_close(outcome(experts_forward, module, *given), outcome(by_tokens, module, *given))
 
 
 def test_expert_parallelism_skips_what_is_elsewhere():
@@ -66,14 +65,14 @@ def test_expert_parallelism_skips_what_is_elsewhere():
     assert (index == here).all(-1).any(), "tokens all of whose experts are elsewhere"
     want = outcome(lambda m, *given: m(*given), module, x, index, weights)
     got = outcome(experts_forward, module, x, index, weights)
-    assert_same(got, want, rtol=1e-4, atol=1e-4)
+    assert_close(got, want, rtol=1e-4, atol=1e-4)
 
     elsewhere = index == here
     with torch.no_grad():
         x[elsewhere.all(-1)] = torch.nan
         weights[elsewhere] = torch.nan
     poisoned = outcome(experts_forward, module, x, index, weights)
-    assert_same(poisoned, got)
+    assert_close(poisoned, got)
     assert not poisoned["y"][elsewhere.all(-1)].any()
     assert not poisoned["weights"][elsewhere].any()
 
@@ -90,7 +89,7 @@ def test_parameters_that_are_dtensors(mesh):
     for name in ("gate_up_proj", "down_proj"):
         assert isinstance(got[name], DTensor)
         got[name] = got[name].to_local()
-    assert_same(got, want)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize(("rows", "factor", "autocast"), [
@@ -107,17 +106,6 @@ def test_dtypes(rows, factor, autocast):
     for name, want in exact.items():
         error = (got[name].double() - want).norm() / want.norm()
         assert error < 0.03, f"{name}: {error}"
-
-
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens):
-    module, given = Plain(config()), arguments(tokens=tokens)
-    got = outcome(experts_forward, module, *given)
-    assert got["y"].shape == got["x"].shape == (tokens, H)
-    assert got["gate_up_proj"].shape == module.gate_up_proj.shape
-    assert got["gate_up_proj"].any() == bool(tokens)
-    if tokens:
-        assert_same(got, outcome(by_tokens, module, *given))
 
 
 def test_wrong_shapes_say_so():
@@ -190,24 +178,23 @@ def test_eager_and_ours_are_the_same(family, change):
     for implementation in ("eager", "fusedmoe"):
         tiny = moe_families.tiny(family, implementation, torch.float64)
         found.append(step(tiny, **change(tiny)))
-    assert_same(found[1], found[0], **EXACT)
+    assert_close(found[1], found[0], **EXACT)
     assert all(expert_modules.OPS in module.__dict__ for _, module in tiny.experts)
     assert ("aux_loss" in found[0]) is (change is with_router_losses)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_copies_of_a_model_that_has_run(copied):
+def test_a_copy_of_a_model_that_has_run():
     tiny = moe_families.tiny("gpt_oss", "fusedmoe", torch.float64)
     want, own = step(tiny), tiny.model
-    tiny.model = copied(own)
+    tiny.model = copy.deepcopy(own)
     assert not {*map(id, tiny.model.modules())} & {*map(id, own.modules())}
-    assert_same(step(tiny), want)
+    assert_close(step(tiny), want)
     with torch.no_grad():
         for parameter in tiny.model.parameters():
             parameter.mul_(1.5)
     assert not torch.allclose(step(tiny)["logits"], want["logits"])
     tiny.model = own
-    assert_same(step(tiny), want)
+    assert_close(step(tiny), want)
 
 
 @pytest.mark.parametrize(("family", "use_cache"), [("qwen3_moe", True), ("gpt_oss", False)])
@@ -236,42 +223,13 @@ def test_every_way_to_ask_for_it(tmp_path):
     for model in (loaded, by_auto, made, switched):
         assert model.config._experts_implementation == "fusedmoe"
         tiny.model = model.eval()
-        assert_same(step(tiny), want, rtol=1e-4, atol=1e-6)
+        assert_close(step(tiny), want, rtol=1e-4, atol=1e-6)
         experts = model.model.layers[0].mlp.experts
         assert expert_modules.OPS in experts.__dict__
         del experts.__dict__[expert_modules.OPS]
         model.set_experts_implementation("eager")
         moe_families.logits(tiny)
         assert expert_modules.OPS not in experts.__dict__
-
-
-def test_registered_twice_and_by_another_name():
-    fusedmoe_transformers.register()
-    try:
-        fusedmoe_transformers.register("another")
-        assert ExpertsInterface._global_mapping["another"] is ExpertsInterface._global_mapping["fusedmoe"]
-        tiny = moe_families.tiny("olmoe", "another")
-        moe_families.logits(tiny)
-        assert expert_modules.OPS in tiny.experts[0][1].__dict__
-    finally:
-        ExpertsInterface._global_mapping.pop("another", None)
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_recipe_around_a_model(family):
-    tiny = moe_families.tiny(family, "fusedmoe", torch.bfloat16)
-    _, module = tiny.experts[0]
-    given = torch.randn(64, 64).bfloat16(), torch.rand(64, 8).topk(2).indices, torch.rand(64, 2).bfloat16()
-    plain = outcome(experts_forward, module, *given)
-    with fm.recipe("fp8_row"):
-        quantized = outcome(experts_forward, module, *given)
-    for name, want in plain.items():
-        noise = (quantized[name].double() - want.double()).norm() / want.double().norm()
-        assert noise < 10 ** (-15 / 20), f"{name}: {noise}"  # an SQNR of 15 dB
-        assert noise > 0 or name == "down_proj_bias", name  # a sum of what came unquantized
-    with fm.recipe("fp8_row"), fm.strict():  # which is no error on a CPU
-        moe_families.logits_and_loss(tiny)[1].backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for _, m in tiny.experts for p in m.parameters())
 
 
 # ---- Llama-4 ------------------------------------------------------------------------------------------------------
@@ -289,22 +247,22 @@ def test_llama4_there_and_back():
     assert fusedmoe_transformers.patch_llama4(own) == fusedmoe_transformers.patch_llama4(own) == 2
     assert own.state_dict().keys() == keys
     assert [group.kind for group in fm.explain(own, tokens=16).groups] == ["Llama4TextExperts"]
-    assert_same(step(tiny), want, **EXACT)
+    assert_close(step(tiny), want, **EXACT)
     assert all(expert_modules.OPS in module.__dict__ for _, module in tiny.experts)
     for tiny.model in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
         copied = tiny.model.model.layers[0].feed_forward
         assert copied.forward.args[0] is copied
         assert copied.experts.forward.args[0] is copied.experts
-        assert_same(step(tiny), want, **EXACT)
+        assert_close(step(tiny), want, **EXACT)
         for parameter in tiny.model.parameters():
             parameter.data.zero_()
     tiny.model = own
-    assert_same(step(tiny), want, **EXACT)
+    assert_close(step(tiny), want, **EXACT)
     assert fusedmoe_transformers.unpatch_llama4(own) == 2
     assert fusedmoe_transformers.unpatch_llama4(own) == 0
     assert not fm.explain(own).groups
     assert "forward" not in vars(layer)
-    assert_same(step(tiny), want, rtol=0, atol=0)
+    assert_close(step(tiny), want, rtol=0, atol=0)
 
 
 def test_llama4_returns_the_routers_logits_and_runs_its_hooks():
@@ -320,18 +278,6 @@ def test_llama4_returns_the_routers_logits_and_runs_its_hooks():
     torch.testing.assert_close(got, want)
     assert got[0].shape == (10, 64)
     assert got[1].shape == (10, 8)
-
-
-def test_llama4_in_bf16_where_scores_are_one_or_nothing():
-    """Scores of equal value, and some that are rounded to zero."""
-    tiny, layer = llama4(torch.bfloat16)
-    layer.router.weight.data.mul_(300)
-    x = torch.randn(40, 64).bfloat16()
-    scores, _ = layer.router(x)
-    assert ((scores == 1).sum(1) == 2).any()
-    want = layer(x)[0]
-    fusedmoe_transformers.patch_llama4(tiny.model)
-    assert (layer(x)[0] - want).norm() < 0.01 * want.norm()
 
 
 def test_llama4_errors():
@@ -354,14 +300,6 @@ def test_the_page_has_the_table_of_families():
     if families_page.CAPTION.format(version=transformers.__version__) not in text:
         pytest.skip("the page is of another version of transformers")
     assert families_page.TABLE.search(text)[0] == families_page.table()
-
-
-def test_the_page_names_the_families_that_are_not_decorated():
-    named = {"dbrx", "jetmoe", "llama4", "longcat_flash", "nllb_moe", "step3p7", "switch_transformers"}
-    for family in named:
-        source = importlib.util.find_spec(f"transformers.models.{family}.modeling_{family}").origin
-        with open(source, encoding="utf-8") as file:
-            assert "@use_experts_implementation" not in file.read(), family
 
 
 def test_without_transformers_the_extra_is_named(monkeypatch):

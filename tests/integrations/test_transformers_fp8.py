@@ -140,17 +140,6 @@ def test_routers_run_in_one_chain_with_experts_in_fp8(chains_called):
     assert group.explanation.steps[0].ops == ("router.Router",)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_graphs")
-def test_a_compiled_model_computes_the_same():
-    tiny = fp8_model("qwen3_moe", num_hidden_layers=2)
-    want = step(tiny)
-    got = step(tiny, torch.compile(tiny.model, backend="aot_eager", fullgraph=False))
-    assert error(got["logits"], want["logits"]) < 1e-5
-    for name in attention(want):
-        assert error(got[name], want[name]) < 1e-4
-
-
 # ---- modules alone ------------------------------------------------------------------------------------------------
 
 E, H, I, K, T = 4, 192, 128, 2, 30  # noqa: E741
@@ -220,16 +209,6 @@ def test_every_gate_of_experts_in_fp8_is_recognised(settings, op):
     assert x.grad.any()
 
 
-def test_trainable_flags_of_the_weights_do_not_matter():
-    module, (x, index, weights) = experts(), arguments()
-    assert module.down_proj.requires_grad  # as transformers makes it
-    found = []
-    for flag in (True, False):
-        y = module.requires_grad_(flag)(x, index, weights)
-        found.append([y.detach(), *torch.autograd.grad(y.sum(), x)])
-    assert_bitwise(*found)
-
-
 def test_new_weights_are_used_at_once_and_a_copy_is_independent():
     module, given = experts(), arguments()
     y = module(*given)
@@ -252,23 +231,13 @@ def test_new_weights_are_used_at_once_and_a_copy_is_independent():
 QUANTIZED = "FP8Experts: its weights are quantized to torch."
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
-    [
-        ({"block": None}, "expected blocks of 128 x 128, got None"),
-        ({"expert_dtype": "fp4"}, "gate_up_proj: expected codes in torch.float8_e4m3fn, got torch.int8"),
-        (
-            {"moe_intermediate_size": 64},
-            "gate_up_proj_scale_inv: expected (4, 1, 2) in torch.float32 or torch.float8_e8m0fnu, "
-            "got (4, 2, 2) in torch.float32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"expert_dtype": "fp4"}, "gate_up_proj: expected codes in torch.float8_e4m3fn, got torch.int8"),
+    ({"moe_intermediate_size": 64}, r"gate_up_proj_scale_inv: expected \(4, 1, 2\) in .* got \(4, 2, 2\)"),
+])  # fmt: skip
 def test_experts_that_transformers_runs(settings, reason):
-    with pytest.raises(fm.InputError) as caught:
+    with pytest.raises(fm.InputError, match=f"^{QUANTIZED}.*transformers runs it without fusedmoe: {reason}"):
         fusedmoe_transformers.explain(experts(**settings))
-    assert str(caught.value).startswith(QUANTIZED)
-    assert f"transformers runs it without fusedmoe: {reason}. To use" in str(caught.value)
 
 
 @pytest.mark.parametrize(("settings", "as_in", "reason"), [

@@ -6,14 +6,13 @@ import pickle
 import pytest
 import torch
 from kit import moe_families
-from kit.stand_in_experts import assert_same
+from kit.compare import assert_close
+from kit.toy import outcome
 from torch import distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fusedmoe as fm
-from benchmarks import page, stack
-from fusedmoe.commands.timing import CpuTimer
 from fusedmoe.integrations.transformers import patch_routers, router_kinds, routers, unpatch_routers
 
 # their routers compute logits in fp32, so that the choice is the same; DeepSeek-V3's, and others
@@ -95,7 +94,7 @@ def test_the_same_model(family, chains, caplog):
     assert "the model's own router" not in str(fm.explain(tiny.model, tokens=8))
     chains.clear()
     got = results(tiny)
-    assert_same(got, want, **CLOSE)
+    assert_close(got, want, **CLOSE)
     assert sum(name.endswith("index") for name in got) == number
     assert [chain for chain in chains if chain[0] == "router"] == [("router", OPS.get(family, 7))] * number
     assert list(tiny.model.state_dict()) == keys
@@ -135,9 +134,6 @@ def test_the_plan():
     (plan,) = group.explanation.plans
     assert not plan.unfused
     assert {"sm90.router_dispatch", "sm90.router_backward"} <= {step.rule for step in plan.steps}
-    on_meta = built("glm4_moe", torch.bfloat16).model.to("meta")
-    patch_routers(on_meta)
-    assert str(fm.explain(on_meta, tokens=64, arch=90).groups[0].explanation) == str(group.explanation)
     # apart
     tiny.experts[0][1].register_forward_hook(lambda *_: None)
     apart, together = fm.explain(tiny.model, tokens=64, arch=90).groups
@@ -153,12 +149,12 @@ def test_recorded_logits_and_the_loss_of_them(chains):
     want = moe_families.step(tiny, output_router_logits=True)
     recorded = tiny.model(**tiny.inputs, output_router_logits=True).router_logits
     patch_routers(tiny.model, fp32_logits=True)
-    assert_same(moe_families.step(tiny, output_router_logits=True), want, **CLOSE)
+    assert_close(moe_families.step(tiny, output_router_logits=True), want, **CLOSE)
     assert "aux_loss" in want
     chains.clear()
     with torch.inference_mode():  # the hooks of transformers change nothing
         again = tiny.model(**tiny.inputs, output_router_logits=True).router_logits
-    assert_same(dict(enumerate(again)), dict(enumerate(recorded)), **CLOSE)
+    assert_close(dict(enumerate(again)), dict(enumerate(recorded)), **CLOSE)
     assert chains == TOGETHER * 2
 
 
@@ -282,7 +278,7 @@ CHANGES = {
         lambda t: nn.utils.parametrize.register_parametrization(first(t)[1], "weight", Half()), TOGETHER * 2, "",
     ),
     "checkpointing": ("glm4_moe", lambda t: moe_families.checkpointed(t.model), TOGETHER * 4, ""),
-    **{f"frozen {part}": ("glm4_moe", frozen(part), TOGETHER * 2, "") for part in ("gate", "experts", "mlp")},
+    **{f"frozen {part}": ("glm4_moe", frozen(part), TOGETHER * 2, "") for part in ("gate", "experts")},
 }  # fmt: skip
 SAME = {"fp64", "wrapped", "checkpointing", "eager experts", *(name for name in CHANGES if name.startswith("frozen"))}
 
@@ -300,44 +296,7 @@ def test_a_model_that_changes_after_the_patch(name, chains):
     assert chains == expected
     assert torch.allclose(got["logits"], before, rtol=1e-3, atol=1e-4) is (name in SAME)
     assert unpatch_routers(tiny.model) == 2
-    assert_same(got, results(tiny), **CLOSE)
-
-
-def test_global_hooks_see_the_experts(chains):
-    tiny = built()
-    experts = first(tiny)[0].experts
-    hook = nn.modules.module.register_module_forward_hook(lambda module, _, y: 2 * y if module is experts else None)
-    try:
-        want = results(tiny)
-        patch_routers(tiny.model)
-        chains.clear()
-        assert_same(results(tiny), want, **CLOSE)
-        assert chains == ALONE * 2
-    finally:
-        hook.remove()
-
-
-def test_the_patch_draws_no_random_numbers():
-    tiny = built("mixtral", router_jitter_noise=0.1)
-    tiny.model.train()
-    before = torch.get_rng_state()
-    assert patch_routers(tiny.model, fp32_logits=True) == 2
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_block_that_keeps_something_of_a_call_is_not_replaced(monkeypatch):
-    tiny = built()
-    block = type(first(tiny)[0])
-    forward = block.forward
-
-    def keeping(self, x):
-        self.kept = x
-        return forward(self, x)
-
-    monkeypatch.setattr(block, "forward", keeping)
-    patch_routers(tiny.model)
-    results(tiny)
-    assert first(tiny)[0].kept.shape == (2, 12, 64)
+    assert_close(got, results(tiny), **CLOSE)
 
 
 def test_copies():
@@ -352,30 +311,10 @@ def test_copies():
         held = vars(router)[routers.ROUTER]
         assert held is vars(block.experts)[routers.ROUTER]
         assert (held.block, held.router) == (block, router)
-        assert_same(results(tiny), want, rtol=0, atol=0)
+        assert_close(results(tiny), want, rtol=0, atol=0)
         with torch.no_grad():
             router.weight.neg_()
         assert not torch.allclose(results(tiny)["logits"], want["logits"])
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning", "ignore:Unsupported layer:UserWarning")
-def test_lora_on_experts(peft, chains):
-    config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    found = []
-    for patched in (False, True):
-        tiny = built()
-        if patched:
-            patch_routers(tiny.model)
-        tiny.model = peft.get_peft_model(tiny.model, config)
-        torch.manual_seed(0)
-        for name, parameter in tiny.model.named_parameters():
-            if "lora_" in name:
-                nn.init.normal_(parameter, std=0.3)
-        chains.clear()
-        found.append(results(tiny))
-    assert sum("lora_" in name for name in found[0]) == 8
-    assert_same(*found, **CLOSE)
-    assert chains == ALONE * 2
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
@@ -395,31 +334,14 @@ def test_under_fsdp(mesh, experts_too, chains):
     logits, loss = moe_families.logits_and_loss(tiny)
     loss.backward()
     got = {"logits": logits, **{name: p.grad.full_tensor() for name, p in tiny.model.named_parameters()}}
-    assert_same(got, {name: want[name] for name in got}, **CLOSE)
+    assert_close(got, {name: want[name] for name in got}, **CLOSE)
     assert chains == (ALONE if experts_too else TOGETHER) * 2
     assert "under FSDP, a call gathers it and runs fm.Router" in str(fm.explain(tiny.model, tokens=8))
 
 
 # ---- graphs -------------------------------------------------------------------------------------------------------
 
-X = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0))
-
-
-def step_of_block(block, run):
-    block.zero_grad()
-    x = X.clone().requires_grad_()
-    y = run(x)
-    y.square().sum().backward()
-    return {"y": y.detach(), "x": x.grad, **{name: p.grad.clone() for name, p in block.named_parameters()}}
-
-
-def test_exported():
-    """A program for inference; the router's op is plain PyTorch in it."""
-    block, _ = first(built())
-    patch_routers(block)
-    with torch.no_grad():
-        program = torch.export.export(block, (X,), strict=False)
-        torch.testing.assert_close(program.module()(X), block(X))
+X = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 @pytest.mark.usefixtures("fresh_graphs")
@@ -428,42 +350,25 @@ def test_exported():
 def test_one_graph_with_one_operator(copied):
     """Without an eager call of the patched block before it."""
     block, router = first(built("hy_v3", num_hidden_layers=1))
-    want = step_of_block(block, block)
+    want = outcome(block, X)
     patch_routers(block)
     if copied:
         block = copy.deepcopy(block)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
-    assert_same(step_of_block(block, compiled), want, **CLOSE)
+    assert_close(outcome(block, X, compiled), want, **CLOSE)
     assert counter.frame_count == 1
     assert sum("run_chain" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes) == 1
     if copied:
         return
     router.top_k = 3  # a guard; the model's own router runs
-    changed = step_of_block(block, compiled)
+    changed = outcome(block, X, compiled)
     assert counter.frame_count == 2
-    assert_same(changed, step_of_block(block, block), **CLOSE)
+    assert_close(changed, outcome(block, X), **CLOSE)
     assert not torch.allclose(changed["y"], want["y"])
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_graphs")
-@pytest.mark.parametrize("name", ["tokens of the router", "weights in place"])
-def test_hooks_of_a_router_in_a_compiled_model(name):
-    tiny = built()
-    CHANGES[name][1](tiny)
-    want = tiny.model(**tiny.inputs).logits
-    patch_routers(tiny.model)
-    got = torch.compile(tiny.model, backend="aot_eager")(**tiny.inputs).logits
-    torch.testing.assert_close(got, want, **CLOSE)
-
-
 # ---- errors, and what is not patched ------------------------------------------------------------------------------
-
-
-def test_a_router_of_another_package_is_not_known():
-    like = type("DeepseekV3TopkRouter", (nn.Module,), {})  # not of transformers, whatever its name is
-    assert router_kinds.recognise(like()) == "fm.Router is not known to compute the same"
 
 
 def test_a_router_that_differs_is_left(monkeypatch, caplog):
@@ -485,14 +390,3 @@ def test_errors():
     first(tiny)[1].forward = print
     with pytest.raises(fm.InputError, match=r"layers\.0\.mlp.* was already replaced, by"):
         patch_routers(tiny.model)
-
-
-def test_the_benchmark_in_small():
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16}
-    timer, cpu = CpuTimer(1), torch.device("cpu")
-    found = list(stack.measure(timer, cpu, 1, ("moe", "glm"), compiled=False, rows=(1, 16), **sizes))
-    assert {m.implementation for m in found} == set(stack.IMPLEMENTATIONS)
-    assert len(found) == 2 * 2 * len(stack.IMPLEMENTATIONS)
-    assert all(m.ms for m in found)
-    table = page.stack_table(stack.results(found, 1, 1))
-    assert "| GLM-4.5-Air's MoE part | forward + backward | `fusedmoe + router` |" in table

@@ -11,13 +11,10 @@ from kit import moe_families
 from kit.compare import assert_bitwise
 from kit.moe_families import logits
 from torch import distributed as dist
-from torch import nn
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
-from fusedmoe.ops.state import weight_cache
 
-FAMILIES = ["qwen3_moe", "gpt_oss"]  # the second with weights that are stored (E, in, out)
 LAYERS, WEIGHTS, FORMS = 2, 2, 2  # forms: by rows for the output, by columns for the data gradient
 EACH = LAYERS * WEIGHTS * FORMS
 needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
@@ -111,27 +108,6 @@ def test_once_over_micro_batches_and_again_after_a_step(family, way, count):
     assert fm.weight_cache_bytes(tiny.model) == 0
 
 
-@pytest.mark.parametrize(("family", "set_to_none"), [("qwen3_moe", False), ("gpt_oss", True)])
-def test_results_are_those_without_a_cache(family, set_to_none, monkeypatch):
-    """Losses and weights, to the bit, with gradient clipping, validation and a learning rate that changes much."""
-    found = []
-    for cached in (True, False):
-        if not cached:
-            monkeypatch.setattr(weight_cache, "keep", lambda *_, **__: None)
-        tiny, values = built(family), []
-        optimizer = torch.optim.AdamW(tiny.model.parameters(), lr=1e-2)
-        for _ in range(3):
-            values += train(tiny, micro_batches=2)
-            nn.utils.clip_grad_norm_(tiny.model.parameters(), 0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-            values.append(logits(tiny))
-        found.append([*values, *(p.detach() for p in tiny.model.parameters())])
-        assert (fm.weight_cache_bytes(tiny.model) > 0) is cached
-    assert not torch.equal(found[0][0], found[0][3])
-    assert_bitwise(*found)
-
-
 # ---- changes ------------------------------------------------------------------------------------------------------
 
 
@@ -140,45 +116,20 @@ def in_place(experts):
         experts.down_proj.mul_(1.5)
 
 
-def replaced(experts):
-    experts.down_proj = nn.Parameter(experts.down_proj.detach() * 1.5)
-
-
-def loaded(experts):
-    experts.load_state_dict({name: 1.5 * t for name, t in experts.state_dict().items()})
-
-
-def through_data_without_gradient(experts):
-    experts.down_proj.data.mul_(1.5)
-    experts.down_proj.grad = None
-
-
 def through_data_with_gradient_zeroed(experts):
     experts.down_proj.data.mul_(1.5)
     experts.down_proj.grad.zero_()
 
 
-CHANGES = in_place, replaced, loaded, through_data_without_gradient, through_data_with_gradient_zeroed
-
-
-@pytest.mark.parametrize(("change", "family"), [(change, FAMILIES[i % 2]) for i, change in enumerate(CHANGES)])
+@pytest.mark.parametrize(("change", "family"), [
+    (in_place, "qwen3_moe"), (through_data_with_gradient_zeroed, "gpt_oss"),
+])  # fmt: skip
 def test_again_after_a_change(change, family):
     tiny = built(family)
     train(tiny, 2)
     before = logits(tiny)
     change(tiny.experts[0][1])
     assert not torch.equal(logits(tiny), before)
-    assert_as_fresh(tiny)
-
-
-def test_experts_that_share_their_weights_follow_both():
-    tiny = built()
-    (_, first), (_, second) = tiny.experts
-    second.gate_up_proj, second.down_proj = first.gate_up_proj, first.down_proj
-    optimizer = torch.optim.SGD(tiny.model.parameters(), lr=1.0)
-    train(tiny, micro_batches=2)
-    assert_as_fresh(tiny)
-    optimizer.step()
     assert_as_fresh(tiny)
 
 
@@ -207,24 +158,6 @@ def test_under_fsdp2_weights_are_quantized_in_each_call(mesh, family, reshard, c
 
 
 @needs_distributed
-def test_local_tensors_of_dtensors_are_not_kept(mesh):
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    tiny, whole = built(), built()
-    experts, same = tiny.experts[0][1], whole.experts[0][1]
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, name).detach()
-        setattr(experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
-    for _ in range(2):
-        train(tiny)
-        assert_bitwise(logits(tiny), logits(whole))
-        assert fm.weight_cache_bytes(experts) == 0
-        with torch.no_grad():
-            experts.down_proj.to_local().data.mul_(1.5)
-            same.down_proj.mul_(1.5)
-
-
-@needs_distributed
 def test_weights_that_are_gathered_for_each_call_are_not_kept(mesh, count):
     """As by DeepSpeed's ZeRO-3: by a collective, so that no call could use what is kept."""
     tiny = built()
@@ -244,10 +177,9 @@ def test_weights_that_are_gathered_for_each_call_are_not_kept(mesh, count):
 
 
 @pytest.mark.usefixtures("fresh_graphs")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_compiled_experts_keep_nothing_and_follow_the_weights(family):
+def test_compiled_experts_keep_nothing_and_follow_the_weights():
     """After their backward pass, eager calls do not use a stale weight either."""
-    tiny, plain = built(family), built(family)
+    tiny, plain = built(), built()
     experts, eager = tiny.experts[0][1], plain.experts[0][1]
     compiled = torch.compile(experts, backend="aot_eager", fullgraph=True)
     given = torch.randn(12, 64), torch.randint(8, (12, 2)), torch.rand(12, 2)

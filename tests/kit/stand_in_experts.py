@@ -75,10 +75,3 @@ def by_tokens(module, x, index, weights):
             total = total + weights[t, k] * (h @ module.down_proj[e].T)[0]
         y.append(total)
     return torch.stack(y)
-
-
-def assert_same(got, want, **tolerances):
-    assert got.keys() == want.keys(), f"{sorted(got)}, but {sorted(want)}"
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], **tolerances, msg=lambda text, name=name: f"{name}: {text}")
-        assert want[name].any(), f"{name}: zeros would pass"
