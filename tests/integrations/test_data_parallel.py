@@ -1,11 +1,9 @@
 """DDP and FSDP2 over two processes are one process with the whole batch; their checkpoints."""
 
-import warnings
-
 import pytest
 import torch
 from kit import plain_models
-from kit.two_ranks import HIDDEN, TOKENS, batches
+from kit.two_ranks import HIDDEN, batches
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -159,77 +157,6 @@ def test_quantized_weights_follow_what_both_ranks_learnt(ranks, wrapper, recipe)
     assert abs(losses[-1][0] - train(make(FP32), [0, 1], dtype=FP32)[-1][0]) > 1e-6
 
 
-def in_bf16(rank):
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=FP32)
-    model = sharded(make(FP32), mp_policy=policy)
-    return train(model, [rank], dtype=FP32), whole(model)
-
-
-def test_mixed_precision(ranks):
-    """Layers in bf16, of parameters that an optimizer changes in fp32: cast by hand, and the sums are the same."""
-    found = ranks.run(in_bf16)
-    model = make(FP32)
-    optimizer, losses = optimizer_of(model), []
-    for both in zip(*[batches(rank, STEPS, FP32) for rank in range(2)], strict=True):
-        optimizer.zero_grad()
-        losses.append([])
-        gradients = []
-        for x, splits in zip(both, SPLITS, strict=True):
-            cast = {name: p.bfloat16() for name, p in model.named_parameters()}
-            y = torch.func.functional_call(model, cast, (x.bfloat16(), splits))
-            loss = (y.float() - x.roll(1, -1)).square().sum(-1).mean()
-            losses[-1].append(loss.item())
-            gradients.append(torch.autograd.grad(loss, list(cast.values())))
-        for parameter, a, b in zip(model.parameters(), *gradients, strict=True):
-            parameter.grad = (a.float() + b.float()) / 2
-        optimizer.step()
-    assert of_both(found) == losses
-    assert {t.dtype for t in found[0][1].values()} == {FP32}
-    torch.testing.assert_close(found[0][1], dict(model.state_dict()), rtol=0, atol=0)
-
-
-def from_meta(rank):
-    with torch.device("meta"):
-        model = Model()
-    sharded(model)
-    model.to_empty(device="cpu")
-    torch.manual_seed(1 + rank)  # each draws its own shard
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-    return whole(model)
-
-
-def test_built_on_the_meta_device(ranks):
-    for name, parameter in ranks.run(from_meta)[0].items():
-        bound = parameter.shape[-1] ** -0.5
-        assert not parameter.is_meta
-        assert 0.9 * bound < parameter.abs().max() <= bound, name
-        assert parameter.unique().numel() > 0.9 * parameter.numel(), "two shards of the same numbers"
-
-
-def without_tokens(rank):
-    model = make()
-    x = next(batches(0, 1))[: 0 if rank else TOKENS]
-    wrapped = DistributedDataParallel(model)
-    y = wrapped(x, SPLITS[0] * (rank == 0))
-    y.square().sum().backward()
-    return y.shape, {name: p.grad for name, p in model.named_parameters()}
-
-
-def test_a_rank_without_tokens(ranks):
-    (_, got), (empty, same) = ranks.run(without_tokens)
-    assert tuple(empty) == (0, H)
-    model = plain_models.twin(Plain(), make())
-    model(next(batches(0, 1)), SPLITS[0]).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.abs().sum() > 0
-        torch.testing.assert_close(got[name], parameter.grad / 2)
-        assert torch.equal(got[name], same[name])
-
-
 # ---- checkpoints, from one layout into another ----------------------------------------------------------------------
 
 
@@ -291,17 +218,47 @@ def test_checkpoints_of_two_ranks_and_of_one_process(ranks, tmp_path, from_ranks
 # ---- one process ----------------------------------------------------------------------------------------------------
 
 
-def test_a_sharded_model_is_explained_without_being_called(mesh):
-    layer = fm.MoE(32, 16, 4, 2)
-    (want,) = fm.explain(layer).groups
-    model = fsdp.fully_shard(torch.nn.Sequential(fsdp.fully_shard(layer, mesh=mesh)), mesh=mesh)
-    (group,) = fm.explain(model).groups
-    assert group.names == ("0",)
-    assert str(group.explanation) == str(want.explanation)
+def balanced(**kind):
+    return fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid", **kind)
 
 
-def steps_add_up(layer, call=None):
+def fsdp2_in_bf16(mesh):
+    """Sharded in bf16 from the meta device on, as a large model is made."""
+    layer = balanced(device="meta")
+    model = fsdp.fully_shard(torch.nn.Sequential(fsdp.fully_shard(layer.bfloat16(), mesh=mesh)), mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for t in (*model.parameters(), layer.router.balance_bias):
+            t.zero_()
+    return layer, None
+
+
+def fsdp1_in_bf16(mesh):
+    """``buffer_dtype`` casts through ``.data``, at the first call."""
+    layer = balanced()
+    bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    cpu, unsharded = torch.device("cpu"), fsdp.ShardingStrategy.NO_SHARD
+    return layer, fsdp.FullyShardedDataParallel(layer, sharding_strategy=unsharded, device_id=cpu, mixed_precision=bf16)
+
+
+def ddp_in_bf16(mesh):
+    layer, precision = balanced(), pytest.importorskip("torch.nn.parallel.distributed")._MixedPrecision
+    bf16 = precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    DistributedDataParallel(layer, mixed_precision=bf16)  # its calls need a GPU
+    assert layer.router.balance_bias.dtype is torch.bfloat16
+    return layer, None
+
+
+WITHOUT_GPU = torch.version.cuda is not None and not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("make", [
+    fsdp2_in_bf16, fsdp1_in_bf16,
+    pytest.param(ddp_in_bf16, marks=pytest.mark.skipif(WITHOUT_GPU, reason="DDP makes a stream, in a build for CUDA")),
+])  # fmt: skip
+def test_the_balance_bias_is_fp32_again(mesh, make):
     """Steps of the balance bias are lost in bf16."""
+    layer, call = make(mesh)
     for step in range(1000):
         if call is not None and step < 4:
             call(torch.randn(6, 16)).float().sum().backward()
@@ -311,35 +268,29 @@ def steps_add_up(layer, call=None):
     torch.testing.assert_close(layer.router.balance_bias, expected, rtol=0, atol=1e-3)  # its dtype too
 
 
-def test_the_balance_bias_stays_in_fp32(mesh):
-    """Sharded in bf16 from the meta device on, as a large model is made."""
-    layer = fm.MoE(16, 8, 4, 2, score="sigmoid", device="meta")
-    model = fsdp.fully_shard(torch.nn.Sequential(fsdp.fully_shard(layer.bfloat16(), mesh=mesh)), mesh=mesh)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        for t in (*model.parameters(), layer.router.balance_bias):
-            t.zero_()
-    steps_add_up(layer)
-    assert layer(torch.randn(40, 16, dtype=torch.bfloat16), return_stats=True)[1].load.sum() == 80
-
-
-def test_the_balance_bias_is_fp32_again_under_fsdp1_mixed_precision(mesh):
-    """``buffer_dtype`` casts through ``.data``, at the first call."""
-    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
-    bf16 = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    cpu, unsharded = torch.device("cpu"), fsdp.ShardingStrategy.NO_SHARD
-    steps_add_up(
-        layer, fsdp.FullyShardedDataParallel(layer, sharding_strategy=unsharded, device_id=cpu, mixed_precision=bf16)
-    )
-
-
-@pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(), reason="DDP makes a stream, in a build for CUDA"
-)
-def test_the_balance_bias_is_fp32_again_under_ddp_mixed_precision(mesh):
-    precision = pytest.importorskip("torch.nn.parallel.distributed")._MixedPrecision
-    layer = fm.MoE(16, 8, num_experts=4, top_k=2, score="sigmoid")
-    bf16 = precision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
-    DistributedDataParallel(layer, mixed_precision=bf16)  # its calls need a GPU
-    assert layer.router.balance_bias.dtype is torch.bfloat16
-    steps_add_up(layer)
+def test_an_overflow_in_fp16_is_skipped_and_training_goes_on():
+    """Under autocast to fp16 a scale of 2**24 overflows in the experts' own gradients: the scaler finds its way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(fm.MoE(H, I, E, 2, shared_intermediate=I), fm.MoE(H, I, E, 2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(40, H)
+    skipped, losses = 0, []
+    for _ in range(24):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        loss = (y.float() - x.roll(1, -1)).square().sum(-1).mean()
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters()) == (not losses)
+        else:
+            losses.append(loss.item())
+    assert skipped >= 2
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() and not torch.equal(before[name], p) for name, p in model.named_parameters())

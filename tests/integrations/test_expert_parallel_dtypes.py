@@ -8,16 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from kit.compare import assert_bitwise, pairwise
+from kit.compare import pairwise
 from kit.expert_parallel_ranks import (
     E,
     Poisoned,
-    bounds,
     compared,
     engine,
     experts,
     in_group,
-    moe,
     on_each,
     outcomes,
     pair,
@@ -112,37 +110,6 @@ def test_padding_may_hold_nan(four):
     four.run(compare, 4, {"max_tokens": 9, "dispatch_dtype": FP8}, UNEVEN, torch.float32, None, 2e-6, Poisoned)
 
 
-@on_each
-def explained(ep):
-    texts = []
-    for each in (ranks_of(ep.ranks, 9), ep):
-        plan = moe(each, hidden=HIDDEN, dtype=BF16).explain(torch.empty(9, HIDDEN, dtype=BF16, requires_grad=True))
-        received = {label.rpartition(".")[2]: n for step in plan.plans[0].steps for label, n in step.received}
-        texts.append((" ".join(str(plan).split()), received, repr(each)))
-    return texts
-
-
-def test_explain_counts_the_bytes_of_codes_and_scales(four):
-    rows = (4 - 1) * 9
-    saved = rows * (2 * HIDDEN - HIDDEN - 2 * 4)  # two scales per row
-    for (without, all_bytes, _), (text, few_bytes, shown) in four.run(
-        explained, 4, {"max_tokens": 9, "dispatch_dtype": FP8}
-    ):
-        assert all_bytes["GatherTokens"] - few_bytes["GatherTokens"] == saved
-        assert all_bytes["DReturnTokens"] - few_bytes["DReturnTokens"] == saved
-        assert all_bytes["ReturnTokens"] == few_bytes["ReturnTokens"] == rows * 2 * HIDDEN
-        assert "rows travel to the experts as float8_e4m3fn" in text
-        assert "float8" not in without
-        assert "dispatch_dtype=float8_e4m3fn" in shown
-
-
-def test_a_recipe_quantizes_rounded_rows_to_the_same_values():
-    x = randn(200, HIDDEN, seed=1, dtype=BF16) * randn(200, 1, seed=2, dtype=BF16).exp()
-    once = fm.quantize(x, "fp8_block").dequantize()
-    assert torch.equal(once, rounded(x))
-    assert torch.equal(fm.quantize(once, "fp8_block").dequantize(), once)
-
-
 @in_group(size=2, settings={"dispatch_dtype": FP8})
 def test_other_dtypes_are_refused(ep):
     with pytest.raises(
@@ -174,21 +141,3 @@ def weighted_sums(ep):
 def test_sums_in_fp32_are_rounded_once(four, size, name):
     for fine, coarse in four.run(weighted_sums, size, {"engine": name, "combine_dtype": torch.float32})[:size]:
         assert 0 < fine < 0.95 * coarse < 0.01
-
-
-@pytest.mark.parametrize(("size", "settings", "weights"), [
-    (2, {"engine": "allgather", "combine_dtype": torch.float32}, "probs"),
-    (4, {"engine": "alltoall", "combine_dtype": torch.float32}, None),
-])  # fmt: skip
-@in_group()
-def test_gradients_of_sums_in_fp32(ep, weights):
-    """With this combine_dtype, and without: gradients travel as before."""
-    tokens, results = UNEVEN[: ep.ranks], []
-    here = bounds(ep, tokens)
-    x, dy = (randn(sum(tokens), 16, seed=seed, dtype=BF16)[here] for seed in (1, 2))
-    for of in (ep, ranks_of(ep.ranks, {"engine": ep.engine.name})):
-        _, local = pair(of, partial(experts, weights=weights, bias=False), BF16)
-        found = result(local, x, dy, routes(tokens, of=torch.float32)(here))
-        assert found.pop("y").dtype is BF16
-        results.append(found | {name: p.grad for name, p in local.named_parameters()})
-    assert_bitwise(*results, zeros=True)

@@ -1,7 +1,5 @@
 """The Hopper rules that compute while tokens travel have the bits of separate steps: ranks on a CPU, with stand-ins."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from kit import hopper_ranks as hopper
@@ -98,20 +96,6 @@ def test_fewer_rows_than_experts(hopper_ranks):
     for different, used in hopper_ranks.run(fewer_rows_than_experts, 2, None)[:2]:
         assert different == [False, False]
         assert used
-
-
-def test_experts_whose_products_take_as_long_as_an_exchange():
-    from fusedmoe.builtin_rules.exchange.beside import experts_beside
-
-    def experts(tokens=8192, ranks=2, row_bytes=4096, flops=2 * 2048 * 1536):
-        return experts_beside(SimpleNamespace(ranks=ranks), ranks * tokens, row_bytes, 8, 128 // ranks, flops, 550)
-
-    assert 20 < experts() < 40  # of 64: 4.7 us each, beside a transfer of 120 us
-    assert experts(tokens=32768) < experts()  # the latency is a smaller part
-    assert experts(row_bytes=8192) > experts() > experts(flops=8 * 2048 * 1536)
-    assert experts(tokens=256) == 64  # no whole tile of own rows per expert is expected
-    assert experts(row_bytes=1 << 20) == 64
-    assert experts(ranks=8, row_bytes=65536) == 16
 
 
 class Lending(AllGather):

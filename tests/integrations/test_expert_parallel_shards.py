@@ -5,8 +5,6 @@ Four processes are the ranks. Whatever they do, one process with all experts and
 
 import contextlib
 import copy
-import io
-import logging
 import warnings
 from functools import cache
 
@@ -165,12 +163,8 @@ def test_load_experts_takes_this_ranks_part(rank):
             "experts.down.weight": down[own],
             "experts.down.bias": down_bias[own],
         }.items())  # fmt: skip
-    for wrong, what, got in [
-        (gate[:3], rf"shape \(4, {I}, {H}\)", r"\(3, "),
-        (list(gate[:3]), "4 experts", "3"),
-    ]:
-        with pytest.raises(fm.InputError, match=f"gate: expected {what}, or 8 experts of all ranks, got {got}"):
-            fm.load_experts(layer, router=router, **weights | {"gate": wrong})
+    with pytest.raises(fm.InputError, match=r"gate: expected shape .*, or 8 experts of all ranks, got \(3, "):
+        fm.load_experts(layer, router=router, **weights | {"gate": gate[:3]})
     sharded = distribute_tensor(gate, groups(rank).mesh["ep"], [Shard(0)])
     with pytest.raises(fm.InputError, match="gate: expected a plain tensor"):
         fm.load_experts(layer, router=router, **weights | {"gate": sharded})
@@ -308,11 +302,6 @@ def without_clipping(rank):
     layout.backward(0)
     norm = ep_of.clip_grad_norm_(layout.model, 1e9)
     gradients = layout.whole(lambda p: p.grad)
-    # a second call is no second division
-    ep_of.average_gradients(layout.inner)
-    layout.model.zero_grad()
-    layout.backward(0)
-    same(layout.whole(lambda p: p.grad), gradients, 1e-12)
     # a rank without gradients joins the sum of the norm
     layout.model.zero_grad()
     if rank == 0:
@@ -355,27 +344,25 @@ def test_parameters_that_are_made_or_unfrozen_later(rank):
         return model
 
     expected = gradients_after(averaged(), rank)
-    assigned, unfrozen, one_op = averaged(), averaged(frozen=True), averaged(frozen=True)
+    assigned, unfrozen = averaged(), averaged(frozen=True)
     assigned.load_state_dict({name: t.clone() for name, t in assigned.state_dict().items()}, assign=True)
     unfrozen(given(rank, 0))
-    for parameter in [*unfrozen.parameters(), *one_op.parameters()]:
-        parameter.requires_grad_()
-    for model in (assigned, unfrozen, one_op, copy.deepcopy(averaged())):
+    unfrozen.requires_grad_()
+    for model in (assigned, unfrozen, copy.deepcopy(averaged())):
         for _ in range(2):  # no second division
             model.zero_grad()
             same(gradients_after(model, rank), expected)
-    before, after = averaged(), make(ep)
-    for model, average_first in ((before, True), (after, False)):
-        torch.manual_seed(1)
-        model.second.experts.down = fm.GroupedLoRA(model.second.experts.down, rank=2)
-        model.second.experts.down.lora_B.weight.data.fill_(0.1)
-        if not average_first:
-            ep_of.average_gradients(model)
-    found, expected = gradients_after(before, rank), gradients_after(after, rank)
-    names = [name for name in found if ".lora_" in name]
-    assert len(names) == 2
-    for name in names:
-        assert expected[name].abs().sum() > 0
+    model = averaged()
+    torch.manual_seed(1)
+    model.second.experts.down = lora = fm.GroupedLoRA(model.second.experts.down, rank=2)
+    lora.lora_B.weight.data.fill_(0.1)
+    found = gradients_after(model, rank)
+    model.zero_grad()
+    ep_of.average_gradients(model)
+    expected = gradients_after(model, rank)
+    for name in ("lora_A", "lora_B"):
+        name = f"second.experts.down.{name}.weight"
+        assert expected[name].any()
         assert torch.equal(found[name], expected[name])
 
 
@@ -387,13 +374,8 @@ def into_main_grad(rank):
         op.accumulate_into_main_grad = True
         op.weight.main_grad = torch.zeros_like(op.weight)
         op.weight.grad_added_to_main_grad = False
-        (hook,) = op.weight._backward_hooks.values()
-        assert hook(op.weight) is not None
     for step in range(2):
         layout.backward(step)
-    assert all(
-        hook(p) is None for op in ops for p in [op.weight] for hook in p._backward_hooks.values()
-    )  # placeholders
     for parameter in ep_of.shards(layout.inner).values():
         if hasattr(parameter, "main_grad"):
             parameter.main_grad.div_(SIZE)
@@ -407,17 +389,19 @@ def test_main_grad(four):
     same(four.run(into_main_grad)[1], one.whole(lambda p: p.grad), 1e-12)
 
 
-def refused(rank):
+@in_ranks("four")
+def test_what_cannot_be_averaged(rank):
     every = groups(rank)
     inner = make(every.four)
-    with pytest.raises(fm.InputError, match=r"group: expected all data-parallel ranks.*of 4 ranks.*got ranks \[") as e:
+    ops = [("second", ["weight"]), ("third", ["weight", "bias"])]
+    expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
+    assert [*ep_of.shards(inner)] == expected
+    assert ep_of.shards(make()) == {}
+    with pytest.raises(fm.InputError, match=r"group: expected all data-parallel ranks.*of 4 ranks.*got ranks \["):
         ep_of.average_gradients(inner, every.pair)
-    assert str([rank - rank % 2, rank - rank % 2 + 1]) in str(e.value)
     with torch.device("meta"):
         meta = Model(every.four)
-    with pytest.raises(
-        fm.InputError, match=r"second\.experts\.gate_up\.weight: expected .* memory, got one on the meta"
-    ):
+    with pytest.raises(fm.InputError, match=r"second\.experts\.gate_up\.weight: expected .* memory"):
         ep_of.average_gradients(meta)
     lora = fm.GroupedLoRA(inner.second.experts.down, rank=2)
     assert [*ep_of.shards(lora)] == ["lora_A.weight", "base_layer.weight", "lora_B.weight"]
@@ -428,8 +412,6 @@ def refused(rank):
     assert [*ep_of.shards(stored)] == ["weight", "weight_scale_inv"]
     state = ep_of.state_dict(stored)["model"]
     assert [(t.shape[0], t.dtype) for t in state.values()] == [(8, torch.float8_e4m3fn), (8, torch.float32)]
-    assert [*ep_of.shards(lora.merged())] == ["weight"]
-    return [*ep_of.shards(make(every.two))]
 
 
 @in_ranks("four")
@@ -445,14 +427,6 @@ def test_experts_that_are_taken_for_replicas(rank):
         fm.InputError, match=r"second\.experts\.gate_up\.weight: expected to be left alone.*average_grad"
     ):
         DistributedDataParallel(inner)(x)
-    ops = fm.Sequential(
-        fm.Dispatch(E, expert_parallel=every.two),
-        fm.GroupedLinear(E // 2, H, H, expert_parallel=every.two),
-        fm.Combine(None, expert_parallel=every.two),
-    )
-    routed = {"expert_index": torch.zeros(len(x), K, dtype=torch.int64), "expert_weight": torch.ones(len(x), K)}
-    with pytest.raises(fm.InputError, match=r"DistributedDataParallel: 1\.weight: expected to be left alone"):
-        DistributedDataParallel(ops.to(x.dtype))(x, **routed)
     ep_of.average_gradients(copied)
     before = copy.deepcopy(copied.state_dict())
     DistributedDataParallel(torch.compile(copied, backend="eager"))
@@ -472,13 +446,6 @@ def test_experts_that_are_taken_for_replicas(rank):
         fully_shard(inner.second.experts, mesh=every.mesh["dp"])
 
 
-def test_what_cannot_be_averaged(four):
-    ops = [("second", ["weight"]), ("third", ["weight", "bias"])]
-    expected = [f"{layer}.experts.{op}.{p}" for layer, own in ops for op in ("gate_up", "down") for p in own]
-    assert four.run(refused)[0] == expected
-    assert ep_of.shards(make()) == {}
-
-
 # ---- copies of one rank's experts -----------------------------------------------------------------------------------
 
 
@@ -493,14 +460,6 @@ def fsdp1(ep, rank):
     return FullyShardedDataParallel(make(ep), device_id=torch.device("cpu"))
 
 
-def equal_seeds(ep, rank):
-    model = make(ep)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, generator=generator)
-    return model
-
-
 def new_ep(rank):
     """Ranks that have exchanged nothing yet."""
     return fm.ExpertParallel(groups(rank).two.group)
@@ -511,7 +470,7 @@ def called(model, rank, times):
         model(given(rank, step))
 
 
-@pytest.mark.parametrize("make_model", [broadcast, fsdp1, equal_seeds])
+@pytest.mark.parametrize("make_model", [broadcast, fsdp1])
 @in_ranks("four")
 def test_copies_of_the_experts_of_one_rank_raise(rank, make_model):
     with warnings.catch_warnings():
@@ -697,25 +656,13 @@ def test_state_of_an_optimizer_that_is_not_per_expert(rank):
             if len(like) > 1:  # as in Adafactor
                 columns = torch.full((*like[:-2], 1, like[-1]), float(ep.rank))
                 optimizer.state[parameter] |= {"rows": torch.ones(*like[:-1], 1), "columns": columns}
-        optimizer.state[layer.experts.down.weight]["betas"] = torch.ones(2)
-        optimizer.state[layer.experts.down.weight]["reduced"] = torch.ones(*layer.experts.down.weight.shape[:-1])
-        stream = io.StringIO()
-        handler = logging.StreamHandler(stream)
-        logging.getLogger("fusedmoe").addHandler(handler)
         state = ep_of.state_dict(layer, optimizer)["optimizer"]
-        logging.getLogger("fusedmoe").removeHandler(handler)
-        said = stream.getvalue()
-        # it says so once
-        assert ("state.experts.down.bias.columns: expected a part for each expert" in said) is (ep is every.four)
-        assert "steps" not in said
-        assert "weight" not in said
         found.append({key: tuple(t.shape) for key, t in state.items() if isinstance(t, torch.Tensor)})
     one, two = found
     assert one == two
     of_weight = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.weight." in name}
     assert of_weight == {
         "momentum_buffer": (SIZE, H, I), "steps": (1,), "rows": (SIZE, H, 1), "columns": (SIZE, 1, I),
-        "betas": (2,), "reduced": (SIZE, H),
     }  # fmt: skip
     of_bias = {name.rpartition(".")[2]: t for name, t in one.items() if ".down.bias." in name}
     assert of_bias == {"momentum_buffer": (SIZE, H), "steps": (1,), "rows": (SIZE, 1), "columns": (1, H)}

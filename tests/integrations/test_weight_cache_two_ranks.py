@@ -27,11 +27,6 @@ def coalesced(weight):
     manager.wait()
 
 
-def scattered(weight):
-    parts = [torch.full_like(weight, 0.5), torch.full_like(weight, 2.0)] if dist.get_rank() == 0 else None
-    dist.scatter(weight.data, parts, src=0)
-
-
 def broadcast_in_a_group_of_its_own(weight):
     group = dist.new_group([0, 1])
     dist.broadcast(weight, 0, group=group)
@@ -40,14 +35,11 @@ def broadcast_in_a_group_of_its_own(weight):
 
 COLLECTIVES = {
     "broadcast": lambda weight: dist.broadcast(weight, 0),
-    "broadcast of data": lambda weight: dist.broadcast(weight.data, 1),
-    "all_reduce": dist.all_reduce,
     "all_reduce and wait": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
     "all_reduce_ of compiled graphs": all_reduce_in_place_of_compiled_graphs,
     "coalesced": coalesced,
     "broadcast_coalesced": lambda weight: dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0),
     "gathered": lambda weight: dist.all_gather(list(weight.data.unbind()), weight.detach()[0].clone()),
-    "scattered": scattered,
     "in a subgroup": lambda weight: dist.broadcast(weight.data, 1, group=_SUBGROUPS[0]),
     "in a group of its own": broadcast_in_a_group_of_its_own,
 }
@@ -90,36 +82,6 @@ def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
         assert kept == again  # nothing has happened since
 
 
-def made_and_destroyed(fc, init):
-    dist.destroy_process_group()
-    fc.quantize()
-    init()
-    dist.broadcast(fc.weight, 0)
-    dist.destroy_process_group()
-    fc.compare()
-    init()
-
-
-def made_again_with_as_many_collectives(fc, init):
-    dist.destroy_process_group()
-    init()
-    dist.broadcast(torch.ones(1), 0)
-    fc.quantize()
-    dist.destroy_process_group()
-    init()
-    dist.broadcast(fc.weight, 0)
-    fc.compare()
-
-
-class Compared(fm.GroupedLinear):
-    def quantize(self):
-        self.before = self(torch.ones(8, H), splits=SPLITS)
-
-    def compare(self):
-        y, want = self(torch.ones(8, H), splits=SPLITS), copy.deepcopy(self)(torch.ones(8, H), splits=SPLITS)
-        self.found = torch.equal(y, want), not torch.equal(y, self.before)
-
-
 def in_a_default_group_that_comes_and_goes(rank, store):
     numbers = iter(range(100))
 
@@ -134,11 +96,18 @@ def in_a_default_group_that_comes_and_goes(rank, store):
 
     found = []
     with torch.no_grad(), fm.recipe("mxfp8"):
-        for scenario in 2 * (made_and_destroyed, made_again_with_as_many_collectives):
+        for _ in range(2):
             torch.manual_seed(rank)
-            fc = Compared(E, H, I)
-            scenario(fc, init)
-            found.append(fc.found)
+            fc, x = fm.GroupedLinear(E, H, I), torch.ones(8, H)
+            dist.destroy_process_group()
+            init()
+            dist.broadcast(torch.ones(1), 0)
+            before = fc(x, splits=SPLITS)
+            dist.destroy_process_group()
+            init()
+            dist.broadcast(fc.weight, 0)  # as many collectives as in the other group
+            y = fc(x, splits=SPLITS)
+            found.append((torch.equal(y, copy.deepcopy(fc)(x, splits=SPLITS)), not torch.equal(y, before)))
     return found
 
 
@@ -149,5 +118,5 @@ def test_a_collective_of_a_default_group_that_comes_and_goes_is_noticed(tmp_path
         of_rank_0, of_rank_1 = own.run(in_a_default_group_that_comes_and_goes, str(tmp_path / "again"))
     finally:
         own.stop()
-    assert of_rank_0 == [(True, False)] * 4  # it sends
-    assert of_rank_1 == [(True, True)] * 4
+    assert of_rank_0 == [(True, False)] * 2  # it sends
+    assert of_rank_1 == [(True, True)] * 2
