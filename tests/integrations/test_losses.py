@@ -1,4 +1,4 @@
-"""The router's losses beside those of other projects, computed by these projects; Megatron's are in `test_megatron`."""
+"""The router's losses beside those of transformers, computed by it."""
 
 import pytest
 import torch
@@ -37,16 +37,6 @@ def test_the_loss_of_one_layer_is_top_k_times_the_layers_own(theirs):
     torch.testing.assert_close(K * stats.load_balancing_loss, expected)
     assert stats.load_balancing_loss < 0.5 * expected, "they are not the same"
     torch.testing.assert_close(fm.transformers_load_balancing_loss([stats.logits], K), expected)
-
-
-def test_the_loss_of_several_layers_is_no_mean_of_theirs(theirs):
-    """A layer that prefers some experts balances one that prefers the others; the layers' own losses do not."""
-    preferring = torch.tensor([5.0] * 4 + [0.0] * 4).expand(T, E)
-    logits = (preferring + torch.randn(T, E), preferring.flip(1) + torch.randn(T, E))
-    alone = sum(theirs((layer,), E, K) for layer in logits) / 2
-    together = fm.transformers_load_balancing_loss(logits, K)
-    torch.testing.assert_close(together, theirs(logits, E, K))
-    assert together < 0.75 * alone
 
 
 @pytest.mark.parametrize(

@@ -65,19 +65,3 @@ def run(arguments, *path):
 
 def test_installed_rules_fuse_with_the_same_results(site):
     assert run(["-W", "error", "-c", COMPARE], site) == "rules: softcap.gemm_softcap softcap.dgrad_dsoftcap\n"
-
-
-def test_the_script_explains_before_and_after(site):
-    text = run([str(EXAMPLE / "demo.py")], site)
-    before, after = " ".join(text.split()).split(
-        "found through the entry point: softcap.dgrad_dsoftcap, softcap.gemm_softcap"
-    )
-    assert "FUSED" not in before
-    assert "softcap.gemm_softcap: UNAVAILABLE: switched off by 'softcap.gemm_softcap'" in before
-    assert "0.GroupedLinear + 1.Softcap" in after
-    assert after.count("FUSED") == 2
-    assert "zeros after the last expert's rows: True" in after
-
-
-def test_the_example_left_nothing_in_the_checkout():
-    assert not [p for p in EXAMPLE.rglob("*") if p.name in ("build", "dist") or p.suffix == ".egg-info"]
