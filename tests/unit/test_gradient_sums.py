@@ -393,6 +393,27 @@ def test_code_that_holds_a_gradient_of_a_graph(held):
         assert weight.grad.data_ptr() == other.data_ptr()
 
 
+def test_an_error_after_an_addition_counts_a_change(monkeypatch):
+    """The cache of quantized weights, and a graph that has saved the gradient, compare its version."""
+    chain, (first, second) = small(), micro_batches(2)
+    backward(chain, first)
+    grads = [w.grad for w in weights_of(chain)]
+    before = [(grad.clone(), grad._version) for grad in grads]
+    original, calls = stand_ins.grouped_wgrad, []
+
+    def second_fails(*of, **named):
+        calls.append(of)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return original(*of, **named)
+
+    monkeypatch.setattr(stand_ins, "grouped_wgrad", second_fails)
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
+        backward(chain, second)
+    assert [torch.equal(grad, old) for grad, (old, _) in zip(grads, before, strict=True)] == [True, False]
+    assert grads[1]._version > before[1][1]
+
+
 @pytest.fixture
 def process_group():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
