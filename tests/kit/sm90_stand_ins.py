@@ -76,7 +76,7 @@ def _kinds(operands):
             t = t.codes
         if isinstance(t, tuple):
             yield from _kinds(t)
-        elif t is not None:
+        elif isinstance(t, torch.Tensor):  # ranges of rows come as a generator
             yield t.shape, t.is_floating_point() and t.dtype
 
 
