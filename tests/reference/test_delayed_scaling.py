@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import Delayed, fp8_tensor
+from fusedmoe.numerics.formats.delayed import AmaxHistory
 from fusedmoe.numerics.recipes import FP8Tensor
 
 F32 = torch.float32
@@ -66,6 +67,16 @@ def test_the_scale_in_use_is_that_of_the_steps_before(delayed):
         assert torch.equal(amax[: len(ring.seen), 0], torch.tensor(ring.seen, dtype=F32))
         assert op.amax_history.input.encode.tolist() == [ring.encode]
     assert any(grown), "nothing was ever clipped"
+
+
+@pytest.mark.parametrize("most_recent", [False, True])
+@pytest.mark.parametrize("amax", [math.inf, math.nan, 0.0])
+def test_an_amax_that_gives_no_scale_leaves_it(amax, most_recent):
+    quantizer = fm.Quantizer(fp8_tensor(), delayed=Delayed(history=1, most_recent=most_recent))
+    history = AmaxHistory(quantizer, 2, torch.device("cpu"))
+    history.update(torch.tensor([2.0, 8.0]))
+    history.update(torch.tensor([4.0, amax]))
+    assert history.encode.tolist() == [448 / 4, 448 / 8]
 
 
 def test_each_role_and_each_expert_has_scales_of_its_own():
