@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fusedmoe as fm
 from benchmarks.cases import OURS, Candidate
 from benchmarks.problem import Problem
+from fusedmoe.kernels.options import DEFAULT
 
 
 class Ours:
@@ -19,27 +20,18 @@ class Ours:
     name = OURS
 
     def fc1_activation(self, problem: Problem) -> Candidate:
-        f, a, x, w, b = _functions(), problem.activation, problem.x, problem.weight1, problem.bias1
-        offsets = problem.offsets
-        return Candidate(lambda: f.grouped_gemm_activation(x, w, offsets, a, bias=b), ("output", "preactivation"))
+        a, x, w, b = problem.activation, problem.x, problem.weight1, problem.bias1
+        run = _functions().bind_grouped_gemm_activation(x, w, b, None, a, True, DEFAULT)
+        return Candidate(lambda: run(x, w, b, problem.offsets, None), ("output", "preactivation"))
 
     def fc2(self, problem: Problem) -> Candidate:
         return _gemm(problem.activated, problem.weight2, problem.offsets, problem.bias2)
 
     def fc2_dgrad_activation(self, problem: Problem) -> Candidate:
-        f, a, dy, w, p = _functions(), problem.activation, problem.grad_y, problem.weight2, problem.preactivation
-        offsets = problem.offsets
-        return Candidate(
-            lambda: f.grouped_gemm_activation_backward(dy, w, offsets, p, a)[:2], ("grad_preactivation", "output")
-        )
+        return _derivative(problem, None, ("grad_preactivation", "output"))
 
     def fc2_dgrad_activation_scaled(self, problem: Problem) -> Candidate:
-        f, a, dy, w, p = _functions(), problem.activation, problem.grad_y, problem.weight2, problem.preactivation
-        offsets, scale = problem.offsets, problem.row_scale
-        return Candidate(
-            lambda: f.grouped_gemm_activation_backward(dy, w, offsets, p, a, row_scale=scale, want_row_scale_grad=True),
-            ("grad_preactivation", "output", "grad_row_scale"),
-        )
+        return _derivative(problem, problem.row_scale, ("grad_preactivation", "output", "grad_row_scale"))
 
     def fc1_dgrad(self, problem: Problem) -> Candidate:
         return _gemm(problem.grad_preactivation, problem.weight1.mT, problem.offsets)
@@ -87,10 +79,17 @@ def _functions() -> Any:
 
 
 def _gemm(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Candidate:
-    f = _functions()
-    return Candidate(lambda: f.grouped_gemm(x, weight, offsets, bias=bias))
+    run = _functions().bind_grouped_gemm(x, weight, bias, None, DEFAULT)
+    return Candidate(lambda: run(x, weight, bias, offsets, None))
+
+
+def _derivative(problem: Problem, scale: Tensor | None, names: tuple[str, ...]) -> Candidate:
+    dy, w, p, offsets = problem.grad_y, problem.weight2, problem.preactivation, problem.offsets
+    bind = _functions().bind_grouped_gemm_activation_backward
+    run = bind(dy, w, p, scale, problem.activation, True, scale is not None, DEFAULT)
+    return Candidate(lambda: run(dy, w, offsets, p, scale)[: len(names)], names)
 
 
 def _wgrad(dy: Tensor, x: Tensor, offsets: Tensor, name: str) -> Candidate:
-    f = _functions()
-    return Candidate(lambda: f.grouped_wgrad(dy, x, offsets), (name,))
+    run = _functions().bind_grouped_wgrad(dy, x, offsets, x.dtype, False, DEFAULT)
+    return Candidate(lambda: run(dy, x, offsets), (name,))

@@ -1,7 +1,7 @@
 """An emulated GPU of compute capability 9.0: the functions of fusedmoe's kernels, on CPU tensors.
 
     with emulated() as gpu:
-        functions.grouped_gemm(x, weight, offsets)  # compiles the kernel, and runs its PTX
+        bind_grouped_gemm(x, weight, None, None, DEFAULT)(x, weight, None, offsets, None)  # runs its PTX
 
 The launches of a process run with different seeds and speeds of the asynchronous units, in turn.
 """

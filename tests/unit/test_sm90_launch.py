@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.sm90 import launch, one_group, products, router
 from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.launch import Codes
@@ -73,16 +73,26 @@ def zeros(*shape, dtype=BF16):
 OFFSETS, INDEX = zeros(E, dtype=INT32), zeros(R, dtype=INT32)
 
 
-def product(rows=R, weight=None, **settings):
-    return products.grouped_gemm(zeros(rows, K), zeros(E, N, K) if weight is None else weight, OFFSETS, **settings)
+def product(rows=R, weight=None, x=None, options=DEFAULT, bias=None, row_scale=None, gather=None):
+    x, weight = zeros(rows, K) if x is None else x, zeros(E, N, K) if weight is None else weight
+    run = products.bind_grouped_gemm(x, weight, bias, row_scale, options, gather)
+    return run(x, weight, bias, OFFSETS, row_scale, gather)
 
 
-def activation(rows=R, act=SWIGLU, **settings):
-    return products.grouped_gemm_activation(zeros(rows, K), zeros(E, N, K), OFFSETS, act, **settings)
+def activation(rows=R, act=SWIGLU, options=DEFAULT, keep=True, bias=None, row_scale=None):
+    x, weight = zeros(rows, K), zeros(E, N, K)
+    return products.bind_grouped_gemm_activation(x, weight, bias, row_scale, act, keep, options)(
+        x, weight, bias, OFFSETS, row_scale
+    )
 
 
-def wgrad(rows=R, **settings):
-    return products.grouped_wgrad(zeros(rows, N), zeros(rows, K), OFFSETS, **settings)
+def wgrad(
+    rows=R, grad=None, x=None, options=DEFAULT, dtype=BF16, accumulate=False, out=None, gather=None, gathered=None
+):
+    grad, x = zeros(rows, N) if grad is None else grad, zeros(rows, K) if x is None else x
+    return products.bind_grouped_wgrad(grad, x, OFFSETS, dtype, accumulate, options, gather, gathered)(
+        grad, x, OFFSETS, out, gather
+    )
 
 
 BOTH = pytest.mark.parametrize("run", [product, wgrad])
@@ -232,8 +242,8 @@ def test_a_weight_gradient_that_begins_early(launched, now, bind, schedule, besi
 
 
 FAR = torch.empty(2, K, dtype=BF16, device="meta").as_strided((2, K), (2**30, 1))
-META = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in (((E, N, K), BF16), ((E,), INT32),
-                                                                           ((R,), INT32))]  # fmt: skip
+WEIGHT = torch.empty(E, N, K, dtype=BF16, device="meta")
+FAR_INDEX = torch.empty(R, dtype=INT32, device="meta")
 VECTOR, APART = "strides {}: expected a contiguous", "1073741824 elements apart: expected less than 2 GiB"
 INT64 = "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"
 
@@ -242,9 +252,9 @@ INT64 = "torch.int64, (32,), strides (1,): expected a contiguous int32 vector"
     (lambda: wgrad(gather=INDEX), "got None, an index"), (lambda: wgrad(gathered="x"), "got 'x', no index"),
     (lambda: product(gather=INDEX.long()), INT64), (lambda: wgrad(gather=INDEX.long(), gathered="x"), INT64),
     (lambda: product(gather=zeros(64, dtype=INT32)[::2]), VECTOR.format("(2,)")),
-    (lambda: products.grouped_gemm(FAR, *META[:2], gather=META[2]), APART),
-    (lambda: products.grouped_wgrad(FAR, FAR, META[1], gather=META[2], gathered="grad_output"), APART),
-    (lambda: products.grouped_wgrad(FAR, FAR, META[1], gather=META[2], gathered="x"), APART),
+    (lambda: product(x=FAR, weight=WEIGHT, gather=FAR_INDEX), APART),
+    (lambda: wgrad(grad=FAR, x=FAR, gather=FAR_INDEX, gathered="grad_output"), APART),
+    (lambda: wgrad(grad=FAR, x=FAR, gather=FAR_INDEX, gathered="x"), APART),
 ])  # fmt: skip
 def test_refused_indices(launched, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -255,12 +265,12 @@ def test_refused_indices(launched, call, message):
 def test_an_exchange_takes_sms_and_leaves_the_tiles(launched):
     """Of this derivative the tiles depend on the SMs, and with them the order in which its row scale is summed."""
     rows, experts, features, hidden = 2048, 16, 2880, 2048
-    shapes = (rows, hidden), (experts, hidden, features), (experts,), (rows, 2 * features)
-    operands = [torch.empty(shape, dtype=BF16, device="meta") for shape in shapes]
+    shapes = (rows, hidden), (experts, hidden, features), (rows, 2 * features)
+    dy, w, p = (torch.empty(shape, dtype=BF16, device="meta") for shape in shapes)
+    scale, offsets = torch.empty(rows, device="meta"), torch.empty(experts, dtype=INT32, device="meta")
     for options in (KernelOptions(), KernelOptions(exchange_sms=2), KernelOptions(2)):
-        products.grouped_gemm_activation_backward(
-            *operands, SWIGLU, row_scale=torch.empty(rows, device="meta"), options=options
-        )
+        run = products.bind_grouped_gemm_activation_backward(dy, w, p, scale, SWIGLU, True, False, options)
+        run(dy, w, offsets, p, scale)
     tiles = [compiled_for["config"].tile_n for compiled_for, _ in launched]
     assert [arguments[CTAS] for _, arguments in launched] == [132, 130, 130]
     assert tiles[0] == tiles[1] != tiles[2]

@@ -4,7 +4,8 @@ Axes: R rows sorted by expert, E experts, K contraction, N output features, I in
 H hidden features. No function waits for the GPU, except the first call on a device, which makes the tile counters.
 
 An operand is a tensor in bf16 or fp16 on one sm_90 GPU, with unit stride along its features, or it is `Codes`. `limits`
-states the other constraints. Arguments that several functions have:
+states the other constraints. Each ``bind_*`` returns the function for operands of the same shapes, dtypes and strides
+as its arguments. That function does no look-ups. Arguments that several functions have:
 
 - ``offsets`` (E,) int32, the ends of the experts' rows, at most R. Rows after the last end, the *tail*, are never read,
   and are zeros in the results.
@@ -21,14 +22,11 @@ rows and 128 x 128 blocks of weights; quotients are rounded up:
   along R;
 - weights (E, N, K): codes with unit stride along K, E4M3; scales (E, N / 128, K / 128) fp32 with unit stride along
   N / 128, and no gaps between experts;
-- for a weight gradient, columns (N, P) and (K, P), unit stride along P: see `grouped_wgrad`.
+- for a weight gradient, columns (N, P) and (K, P), unit stride along P: see `bind_grouped_wgrad`.
 
 Scales per expert, (E,) fp32 and contiguous, may take the place of both operands' scales per block. Pitches of codes are
 multiples of 16, those of scales of 4. `with_strides` makes a copy of scales with such strides. Bias and results are
 bf16. Rows are not gathered.
-
-Each ``bind_*`` returns the function for operands of the same shapes, dtypes and strides as its arguments. That function
-does no look-ups.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move.functions import bind_sum_partials
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 from fusedmoe.kernels.sm90 import limits
@@ -69,24 +67,6 @@ WgradOperand = Literal["grad_output", "x"]  # an operand of a weight gradient
 KERNEL_OPERAND: dict[WgradOperand | None, str | None] = {None: None, "grad_output": "a", "x": "b"}
 
 
-def grouped_gemm(
-    x: Operand,
-    weight: Operand,
-    offsets: Tensor,
-    *,
-    bias: Optional = None,
-    row_scale: Optional = None,
-    options: KernelOptions = DEFAULT,
-    gather: Optional = None,
-) -> Tensor:
-    """``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]`` for each row r of expert e: (R, N) of x (R, K).
-
-    ``grouped_gemm(dy, weight.mT, offsets)`` is the gradient of the input. With ``gather``, x is (T, K).
-    """
-    run = bind_grouped_gemm(x, weight, bias, row_scale, options, gather)
-    return run(x, weight, bias, offsets, row_scale, gather)
-
-
 def bind_grouped_gemm(
     x: Operand,
     weight: Operand,
@@ -97,7 +77,10 @@ def bind_grouped_gemm(
     *,
     ranges: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `grouped_gemm` of ``(x, weight, bias, offsets, row_scale, gather=None, out=None)``.
+    """Return a function of ``(x, weight, bias, offsets, row_scale, gather=None, out=None)``.
+
+    For each row r of expert e, it returns ``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]``: (R, N) of x (R, K);
+    with ``gather``, x is (T, K). Of a gradient dy and ``weight.mT``, the result is the gradient of the input.
 
     With ``ranges``, parts of the vector of `bind_row_ranges` in place of the offsets: one launch for each of them. A
     part has one range or more, and one element more. If it has several ranges, the launch reads the rows of all but the
@@ -130,41 +113,6 @@ def bind_grouped_gemm(
     return run
 
 
-def grouped_gemm_activation(
-    x: Operand,
-    weight: Operand,
-    offsets: Tensor,
-    activation: Activation,
-    *,
-    bias: Optional = None,
-    row_scale: Optional = None,
-    keep_preactivation: bool = True,
-    quantized: Format | None = None,
-    options: KernelOptions = DEFAULT,
-    gather: Optional = None,
-) -> tuple[Tensor, ...]:
-    """``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
-
-    Of `Codes`, p is rounded to bf16 before the activation. y is rounded to bf16 and, with ``quantized``, then quantized
-    by rows.
-
-    - ``x``: (R, K); with ``gather`` (T, K).
-    - ``weight``: (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate. Of
-      `Codes`, they do not alternate, and half of N is a multiple of 128, or of 16 with scales per expert.
-    - ``keep_preactivation``: return p too.
-    - ``quantized``: of `Codes`: the format of y, in blocks of 1 x 128; None for y in bf16.
-
-    Returns: y (R, I), or its codes (R, I) and its scale (R, I / 128) with unit stride along R; then p (R, N) if it is
-    kept.
-    """
-    run = bind_grouped_gemm_activation(
-        x, weight, bias, row_scale, activation, keep_preactivation, options, gather, quantized=quantized
-    )
-    index = () if gather is None else (gather,)
-    results = run(x, weight, bias, offsets, row_scale, *index)
-    return results if isinstance(results, tuple) else (results,)
-
-
 def bind_grouped_gemm_activation(
     x: Operand,
     weight: Operand,
@@ -178,8 +126,21 @@ def bind_grouped_gemm_activation(
     quantized: Format | None = None,
     ranges: bool = False,
 ) -> Callable[..., Any]:
-    """Return `grouped_gemm_activation` of ``(x, weight, bias, offsets, row_scale, gather=None)``. Of tensors, without
-    p, its result is y alone. ``ranges``: as for `bind_grouped_gemm`.
+    """Return a function of ``(x, weight, bias, offsets, row_scale, gather=None)``:
+    ``p[r] = x[r] @ weight[e].T + bias[e]``, ``y[r] = activation(p[r]) * row_scale[r]``.
+
+    Of `Codes`, p is rounded to bf16 before the activation. y is rounded to bf16 and, with ``quantized``, then quantized
+    by rows.
+
+    - ``x``: (R, K); with ``gather`` (T, K).
+    - ``weight``: (E, N, K). For a gated activation, the rows of gate come before those of up, or the two alternate. Of
+      `Codes`, they do not alternate, and half of N is a multiple of 128, or of 16 with scales per expert.
+    - ``keep_preactivation``: return p too.
+    - ``quantized``: of `Codes`: the format of y, in blocks of 1 x 128; None for y in bf16.
+    - ``ranges``: as for `bind_grouped_gemm`.
+
+    Its results: y (R, I), or the codes of y (R, I) and their scale (R, I / 128) with unit stride along R; then p (R, N)
+    if p is kept. Of tensors, without p, the result is y alone.
 
     For a format with one scale per expert, the function takes two more tensors in place of ``gather``, (E,) fp32: the
     factor of each expert, and zeros, to which it writes the largest finite magnitude of each expert's y. It returns the
@@ -227,39 +188,6 @@ def bind_grouped_gemm_activation(
     return run if isinstance(x, Tensor) else run_codes
 
 
-def grouped_gemm_activation_backward(
-    grad_output: Operand,
-    weight: Operand,
-    offsets: Tensor,
-    preactivation: Tensor,
-    activation: Activation,
-    *,
-    row_scale: Optional = None,
-    want_output: bool = True,
-    want_row_scale_grad: bool = False,
-    options: KernelOptions = DEFAULT,
-    gather: Optional = None,
-) -> tuple[Tensor, Optional, Optional]:
-    """Gradient of p, given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
-
-    It is one launch; with ``want_row_scale_grad``, a sum follows.
-
-    - ``grad_output``: (R, H); with ``gather`` (T, H).
-    - ``weight``: (E, H, I) as the layer after the activation stores it, with unit stride along H or I. Of `Codes`, (E,
-      I, H): the form by columns.
-    - ``preactivation``: p: (R, 2 I) if gated, else (R, I).
-    - ``want_output``: return the recomputed ``activation(p) * row_scale`` too.
-    - ``want_row_scale_grad``: return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per
-      column tile. A second launch adds them up in a fixed order, so the result is deterministic.
-
-    Returns: gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32.
-    """
-    run = bind_grouped_gemm_activation_backward(
-        grad_output, weight, preactivation, row_scale, activation, want_output, want_row_scale_grad, options, gather
-    )
-    return run(grad_output, weight, offsets, preactivation, row_scale, gather)
-
-
 def bind_grouped_gemm_activation_backward(
     grad_output: Operand,
     weight: Operand,
@@ -273,8 +201,21 @@ def bind_grouped_gemm_activation_backward(
     *,
     ranges: bool = False,
 ) -> Callable[..., tuple[Tensor, Optional, Optional]]:
-    """Return `grouped_gemm_activation_backward` of ``(grad_output, weight, offsets, preactivation, row_scale,
-    gather=None)``. ``ranges``: as for `bind_grouped_gemm`.
+    """Return a function of ``(grad_output, weight, offsets, preactivation, row_scale, gather=None)``: gradient of p,
+    given ``d[r] = grad_output[r] @ weight[e]``, the gradient of ``activation(p[r]) * row_scale[r]``.
+
+    It is one launch; with ``want_row_scale_grad``, a sum follows.
+
+    - ``grad_output``: (R, H); with ``gather`` (T, H).
+    - ``weight``: (E, H, I) as the layer after the activation stores it, with unit stride along H or I. Of `Codes`, (E,
+      I, H): the form by columns.
+    - ``preactivation``: p: (R, 2 I) if gated, else (R, I).
+    - ``want_output``: return the recomputed ``activation(p) * row_scale`` too.
+    - ``want_row_scale_grad``: return ``sum over i of d[r, i] * activation(p)[r, i]`` too. The kernel writes one sum per
+      column tile. A second launch adds them up in a fixed order, so the result is deterministic.
+    - ``ranges``: as for `bind_grouped_gemm`.
+
+    Its results: gradient of p, the activation (R, I), and the row scale's gradient (R,) in fp32; None where not wanted.
     """
     rows, features = preactivation.shape
     scaled = want_row_scale_grad or row_scale is not None
@@ -401,44 +342,6 @@ def _by_columns(weight: Operand) -> Operand:
     return weight.mT if isinstance(weight, Tensor) else weight
 
 
-def grouped_wgrad(
-    grad_output: Operand,
-    x: Operand,
-    offsets: Tensor,
-    *,
-    out: Optional = None,
-    dtype: torch.dtype | None = None,
-    accumulate: bool = False,
-    options: KernelOptions = DEFAULT,
-    gather: Optional = None,
-    gathered: WgradOperand | None = None,
-) -> Tensor:
-    """``dW[e] = grad_output[rows of e].T @ x[rows of e]``; zeros for an expert without rows.
-
-    - ``grad_output``, ``x``: (R, N) and (R, K). The one that is ``gathered`` has T rows instead. Of `Codes`, both are
-      in columns form: codes (N, P) and (K, P), N and K multiples of 16; ``x`` is E4M3. Each expert's rows begin at a
-      multiple of 128; the codes of padding are zeros. Codes after the last expert's padding are not read. Scales are
-      (N, P / 128) and (K, P / 128), with the strides of `with_strides`, or both (E,).
-    - ``out``: (E, N, K): the tensor to write or to add to.
-    - ``dtype``: dtype of the result without ``out``: that of x (the default), or fp32. Of `Codes`, bf16 (the default),
-      fp16 or fp32.
-    - ``accumulate``: add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not
-      change.
-    - ``gather``, ``gathered``: (R,) int32, and the operand that it is for: row r of that operand is its row
-      ``gather[r]``. Entries of the tail are not read.
-
-    Returns: (E, N, K).
-
-    Raises `ValueError`: only one of ``gather`` and ``gathered`` is given, ``gathered`` is not "grad_output" or "x", or
-    ``gather`` is not a contiguous int32 vector.
-    """
-    if out is not None:
-        dtype = out.dtype
-    dtype = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-    run = bind_grouped_wgrad(grad_output, x, offsets, dtype, accumulate, options, gather, gathered)
-    return run(grad_output, x, offsets, out, gather)
-
-
 def bind_grouped_wgrad(
     grad_output: Operand,
     x: Operand,
@@ -452,8 +355,24 @@ def bind_grouped_wgrad(
     *,
     transposed: bool = False,
 ) -> Callable[..., Tensor]:
-    """Return `grouped_wgrad` of ``(grad_output, x, offsets, out=None, gather=None)``; ``out`` has this dtype, or is
-    None. With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``. Of `Codes` of
+    """Return a function of ``(grad_output, x, offsets, out=None, gather=None)``: ``dW[e] = grad_output[rows of e].T @
+    x[rows of e]``, (E, N, K); zeros for an expert without rows.
+
+    - ``grad_output``, ``x``: (R, N) and (R, K). The one that is ``gathered`` has T rows instead. Of `Codes`, both are
+      in columns form: codes (N, P) and (K, P), N and K multiples of 16; ``x`` is E4M3. Each expert's rows begin at a
+      multiple of 128; the codes of padding are zeros. Codes after the last expert's padding are not read. Scales are
+      (N, P / 128) and (K, P / 128), with the strides of `with_strides`, or both (E,).
+    - ``out``: (E, N, K) of this ``dtype``: the tensor to write or to add to; None for a new one. Of `Codes`, the dtype
+      is bf16, fp16 or fp32.
+    - ``accumulate``: add to ``out``, after rounding to its dtype. The gradient of an expert without rows does not
+      change.
+    - ``gather``, ``gathered``: (R,) int32, and the operand that it is for: row r of that operand is its row
+      ``gather[r]``. Entries of the tail are not read.
+
+    Raises `ValueError`: only one of ``gather`` and ``gathered`` is given, ``gathered`` is not "grad_output" or "x", or
+    ``gather`` is not a contiguous int32 vector.
+
+    With ``transposed``, the result is ``.mT`` of a contiguous tensor (E, K, N), and so is ``out``. Of `Codes` of
     two dtypes, it is not: no kernel takes E5M2 as its second operand.
 
     With ``beside``, the kernel begins while the launch before it runs, if that launch allows it, on the SMs that this

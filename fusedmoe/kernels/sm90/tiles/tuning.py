@@ -6,13 +6,14 @@ Axes: R rows, E experts, H hidden, I intermediate, N features of the first layer
 from __future__ import annotations
 
 import contextlib
-import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
+from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, candidates
 from fusedmoe.kernels.sm90.tiles.config import TileConfig
@@ -98,38 +99,32 @@ def measure(mlp: Mlp, product: Product, reps: int, advance: Callable[[str], None
 
     ``advance`` is called with a candidate's name when it is compiled and warm. That takes far longer than timing it.
     """
-    call = call_of(mlp, product)
-    configs = candidates(product.problem)
-    for config in configs:
+    bind = binder(mlp, product)
+    calls: dict[TileConfig, Callable[[], object]] = {}
+    for config in candidates(product.problem):
         with forced(config):
-            for _ in range(WARM_UP):
-                call()
+            calls[config] = bind()
+        for _ in range(WARM_UP):
+            calls[config]()
         advance(f"{product.title}, {config.name}")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    taken: dict[TileConfig, list[float]] = {config: [] for config in configs}
+    taken: dict[TileConfig, list[float]] = {config: [] for config in calls}
     for _ in range(reps):
-        for config in configs:
-            with forced(config):
-                taken[config].append(_gpu_ms(call, flush))
+        for config, call in calls.items():
+            taken[config].append(_gpu_ms(call, flush))
     return {config: statistics.median(ms) for config, ms in taken.items()}
 
 
 @contextlib.contextmanager
 def forced(config: TileConfig) -> Iterator[None]:
-    """Run every product of the process with this configuration."""
+    """Bind every product of the process with this configuration."""
     names = vars(functions)
     before = names["choose"]
-    names["choose"] = _always(config)
+    names["choose"] = lambda problem: config
     try:
         yield
     finally:
         names["choose"] = before
-
-
-@functools.cache
-def _always(config: TileConfig) -> Callable[[Problem], TileConfig]:
-    """Return a function that chooses ``config``: always the same one, because it is part of a launch's key."""
-    return lambda problem: config
 
 
 def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
@@ -144,8 +139,8 @@ def _gpu_ms(call: Callable[[], object], flush: torch.Tensor) -> float:
     return float(start.elapsed_time(end))
 
 
-def call_of(mlp: Mlp, product: Product, device: str = "cuda") -> Callable[[], object]:
-    """Return the product as a call on tensors that are allocated here."""
+def binder(mlp: Mlp, product: Product, device: str = "cuda") -> Callable[[], Callable[[], object]]:
+    """Return a function that binds the product, and returns it as a call on tensors that are allocated here."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[mlp.dtype]
     activation = ACTIVATIONS[mlp.activation]
     p = product.problem
@@ -166,14 +161,22 @@ def call_of(mlp: Mlp, product: Product, device: str = "cuda") -> Callable[[], ob
         grad = draw(tokens if gathered == "grad_output" else p.rows, p.depth)
         x = draw(tokens if gathered == "x" else p.rows, p.columns)
         gather = None if gathered is None else token
-        return lambda: functions.grouped_wgrad(grad, x, offsets, gather=gather, gathered=gathered)
+        return lambda: partial(
+            functions.bind_grouped_wgrad(grad, x, offsets, dtype, False, DEFAULT, gather, gathered),
+            grad, x, offsets, None, gather,
+        )  # fmt: skip
     gather = token if p.gathered else None
     rows = draw(tokens if p.gathered else p.rows, p.depth)
     weight = draw(p.experts, p.depth, p.columns).mT if product.across else draw(p.experts, p.columns, p.depth)
+    given = rows, weight, None, offsets, None, gather
     if p.family in ("activation", "transposed_activation"):
-        return lambda: functions.grouped_gemm_activation(rows, weight, offsets, activation, gather=gather)
+        forward = functions.bind_grouped_gemm_activation
+        return lambda: partial(forward(rows, weight, None, None, activation, True, DEFAULT, gather), *given)
     if p.family == "plain":
-        return lambda: functions.grouped_gemm(rows, weight, offsets, gather=gather)
+        return lambda: partial(functions.bind_grouped_gemm(rows, weight, None, None, DEFAULT, gather), *given)
     kept = draw(p.rows, p.columns * (2 if activation.gated else 1))
-    backward = functions.grouped_gemm_activation_backward
-    return lambda: backward(rows, weight.mT, offsets, kept, activation, gather=gather)
+    backward = functions.bind_grouped_gemm_activation_backward
+    return lambda: partial(
+        backward(rows, weight.mT, kept, None, activation, True, False, DEFAULT, gather),
+        rows, weight.mT, offsets, kept, None, gather,
+    )  # fmt: skip
