@@ -10,7 +10,7 @@ from benchmarks.launches import by_group
 from benchmarks.layer import COMPILED, OURS, SHAPES, SONIC_TUNED, UNFUSED, cell, heading, others, speed
 from benchmarks.marked import table
 from fusedmoe.commands.bench.layer import SAMPLED_TOKENS
-from fusedmoe.commands.bench.measure import FORWARD, INFERENCE, STEP
+from fusedmoe.commands.bench.measure import FORWARD, STEP
 
 ERRORS = ("y", "x", "router", "weight1", "weight2")
 PARTS = {"router": "the router alone", "dense": "a dense MLP"}
@@ -21,7 +21,7 @@ One MoE layer from tokens to tokens: router, dispatch, experts and combine. Each
 tokens, the router's weight and the experts' two weights. Forward returns a result per token, and backward the gradients
 of the four inputs. `fm.MoE` and SonicMoE {sonic} are called through their public functions. *torch* is a layer of
 `F.grouped_mm`, index operations and pointwise operations, compiled as a whole. All of them choose the K largest logits,
-and use the softmax of these as weights.
+and use the softmax of these as weights. The result file also has the times of inference.
 
 Each time is the median of {reps} calls, measured with CUDA events around one call. The L2 cache is flushed before each
 call, launch gaps of the host are hidden, and the libraries take turns. {machine}, torch {torch}, CUDA {cuda},
@@ -44,8 +44,8 @@ fusedmoe needs less.
 LAUNCHES = """\
 ### Launches and host time of the layer
 
-*Launches* is the number of kernels, copies and fills on the GPU in one call. *us* is the host time: the wall time of
-the Python call in microseconds, while the GPU is idle. The call does not wait for the GPU.
+*Launches* is the number of kernels, copies and fills on the GPU in one call of forward + backward. *us* is the host
+time: the wall time of the Python call in microseconds, while the GPU is idle. The call does not wait for the GPU.
 """
 BREAKDOWN = """\
 ### Where the time of the layer goes
@@ -92,7 +92,7 @@ def render(results: dict[str, Any]) -> list[str]:
         )
     ]  # fmt: skip
     text += [TUNED] * (SONIC_TUNED.name in names) + [RATIOS]
-    text += [f"### {case} of the layer\n\n{_times(results, case, names)}\n" for case in (STEP, FORWARD, INFERENCE)]
+    text += [f"### {case} of the layer\n\n{_times(results, case, names)}\n" for case in (STEP, FORWARD)]
     text.append(_shapes(results))
     if any(cell(s, STEP, OURS).get("peak_bytes") for s in results["shapes"]):
         text += [MEMORY, _memory(results, names) + "\n"]
@@ -157,14 +157,12 @@ def _memory(results: dict[str, Any], names: Sequence[str]) -> str:
 
 def _launches(results: dict[str, Any], names: Sequence[str]) -> str:
     everyone = (OURS, *names)
-    head = ["shape", "pass", *(f"{_title(n)}, launches" for n in everyone), *(f"{_title(n)}, us" for n in everyone)]
+    head = ["shape", *(f"{_title(n)}, launches" for n in everyone), *(f"{_title(n)}, us" for n in everyone)]
     rows = []
     for shape in results["shapes"]:
-        for case in (INFERENCE, STEP):
-            counts = [shape["launches"].get(n, {}).get(case, {}).get("launches") for n in everyone]
-            host = [cell(shape, case, n).get("host_us") for n in everyone]
-            shown = [*(_number(v, "d") for v in counts), *(_number(v, ".0f") for v in host)]
-            rows.append([shape["name"], case, *shown])
+        counts = [shape["launches"].get(n, {}).get(STEP, {}).get("launches") for n in everyone]
+        host = [cell(shape, STEP, n).get("host_us") for n in everyone]
+        rows.append([shape["name"], *(_number(v, "d") for v in counts), *(_number(v, ".0f") for v in host)])
     return table(head, rows)
 
 
