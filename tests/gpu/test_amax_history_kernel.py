@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.hopper import DEVICE, needs_hopper
 from kit.poison import nan_in_new_tensors
 
-import fusedmoe as fm
-from benchmarks.launches import launches
 from fusedmoe.builtin_rules.rows.delayed import bind_end
 from fusedmoe.numerics.formats import E5M2, Delayed, Quantizer, fp8_tensor
 from fusedmoe.numerics.formats.delayed import AmaxHistory
-from fusedmoe.numerics.recipes import FP8Tensor
 from fusedmoe.ops.state.amax import Step, only_looking
 
 pytestmark = needs_hopper
@@ -127,29 +124,3 @@ def test_steps_that_do_not_count():
         found.append(end(Step(history, "input", True), amax))
     check(history, before)
     assert all(torch.equal(scale, 1 / before.encode) for scale in found)
-
-
-@needs_gpu
-def test_launches_of_a_training_step():
-    """As many as the plan states, of which two per quantized tensor are on values per expert."""
-    experts, features = 8, 256
-    chain = fm.Sequential(
-        fm.GroupedLinear(experts, features, 2 * features, device=DEVICE, dtype=torch.bfloat16),
-        fm.SwiGLU(),
-        fm.Scale("probs"),
-        fm.GroupedLinear(experts, features, features, device=DEVICE, dtype=torch.bfloat16),
-    )
-    x = torch.randn(2048, features, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
-    splits, dy = torch.full((experts,), 256, device=DEVICE), torch.randn_like(x)
-    probs = torch.rand(2048, device=DEVICE, requires_grad=True)
-    wanted = (x, probs, *chain.parameters())
-
-    def step():
-        fm.clear_weight_cache(chain)
-        torch.autograd.grad(chain(x, splits=splits, probs=probs), wanted, dy)
-
-    with fm.recipe(FP8Tensor(delayed=Delayed())), fm.strict():
-        names = [launch.name for launch in launches(step, DEVICE)]
-        (plan,) = chain.explain(x, splits=splits, probs=probs).plans
-    assert len([name for name in names if "UpdateAmaxHistory" in name]) == 6
-    assert len(names) == sum(step.launches for step in (*plan.steps, *plan.glue)), names

@@ -3,7 +3,6 @@ and the memory that forward keeps. Under micro-batches, checkpointing, CUDA grap
 """
 
 import copy
-import random
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from kit.fp8_layers import (
     experts,
     kernels,
     moe,
-    normal,
     rows,
     rules,
     tokens,
@@ -76,39 +74,6 @@ def test_every_step_has_a_kernel_and_nothing_waits(recipe, request):
 def of_experts(given):
     x, named, dy = given
     return (x, dy), named
-
-
-def any_splits(seed):
-    """Rows per expert on both sides of a block of 128; in one of five cases, one expert has all rows."""
-    generator = random.Random(seed)
-    most = 3 if EMULATED else E
-    splits = [generator.choice((0, 1, 127, 128, 129)) for _ in range(most)] + [0] * (E - most)
-    if seed % 5 == 4:
-        splits = [0] * E
-        splits[generator.randrange(E)] = 129 if EMULATED else 400
-    if max(splits) < 127:
-        splits[0] = 128
-    generator.shuffle(splits)
-    return tuple(splits)
-
-
-@EACH
-@pytest.mark.parametrize("seed", range(2 if EMULATED else 6))
-def test_any_splits(seed, recipe):
-    splits = any_splits(seed)
-    layer, (x, named, dy) = experts(), rows(splits, tail=seed % 3 * 70, seed=seed, beyond=torch.nan)
-    used = sum(splits)
-
-    def exact():
-        zeroed = {"splits": named["splits"], "probs": named["probs"].nan_to_num()}
-        return outcome(copy.deepcopy(layer).float(), x.float().nan_to_num(), dy.float().nan_to_num(), **zeroed)
-
-    results = assert_as_exact_as_the_recipe(recipe, lambda: outcome(layer, x, dy, **named), exact)
-    empty = torch.tensor([count == 0 for count in splits], device=DEVICE)
-    for name in ("y", "x", "probs"):
-        assert not results[name][used:].any(), name
-    for name in ("0.weight", "3.weight"):
-        assert not results[name][empty].any(), name
 
 
 @EACH
@@ -178,68 +143,7 @@ def test_weights_are_quantized_once_per_optimizer_step(optimizer, into_main_grad
     assert torch.equal(got, want)
 
 
-@EACH
-def test_checkpointed_layers_have_the_same_gradients(recipe, monkeypatch):
-    """The repeated forward pass reads the codes of the first one."""
-    counted = count_quantized_weights(monkeypatch)
-    layer, (x, dy) = moe(), tokens()
-    with fm.recipe(recipe), fm.strict():
-        want = outcome(layer, x, dy)
-        assert counted == ONCE
-        fm.clear_weight_cache(layer)
-        counted.clear()
-        got = outcome(layer, x, dy, lambda x: checkpoint(layer, x, use_reentrant=False))
-    assert counted == ONCE
-    assert_equal(got, want)
-
-
 # ---- compiled code and graphs
-
-
-@EACH
-def test_a_compiled_module_computes_what_an_eager_one_does(recipe):
-    torch._dynamo.reset()
-
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.RMSNorm(H, eps=1e-6, device=DEVICE, dtype=BF16)
-            self.moe = moe()
-
-        def forward(self, x):
-            return x + self.moe(self.norm(x))
-
-    block, (x, dy) = Block(), tokens()
-    # the norm too has the same bits: eager operators in the graph
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    with fm.recipe(recipe), fm.strict():
-        want = outcome(block, x, dy)
-        assert_equal(outcome(block, x, dy, compiled), want)
-
-
-@needs_gpu
-@EACH
-def test_a_graph_follows_its_tokens_and_weights(recipe):
-    """Replays with other tokens, so other splits, and with weights that were changed before."""
-    layer, twin, found = moe(), moe(), []
-    x, dy = tokens()
-    with fm.recipe(recipe), fm.strict():
-        graph = capture(lambda: found.append(outcome(layer, x, dy)))
-        loads = []
-        for seed in range(5):
-            with torch.no_grad():
-                x.copy_(normal(seed + 10, T, H) + 0.3 * seed)  # a common part of all tokens: a few experts get most
-                dy.copy_(normal(seed + 20, T, H))
-                for p, q in zip(layer.parameters(), twin.parameters(), strict=True):
-                    p.mul_(1.1)
-                    q.copy_(p)
-            graph.replay()
-            assert_equal(found[-1], outcome(twin, x, dy))
-            with torch.no_grad():
-                loads.append(tuple(twin(x, return_stats=True)[1].load.tolist()))
-    assert len({*loads}) == len(loads)
-    assert fm.weight_cache_bytes(layer) == 0  # a replay may change a weight, and nobody would know
-    assert fm.weight_cache_bytes(twin) > 0
 
 
 # ---- frozen weights

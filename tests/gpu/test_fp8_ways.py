@@ -8,12 +8,8 @@ import pytest
 import torch
 from kit.fp8_layers import (
     BF16,
-    DEVICE,
     EMULATED,
     RECIPES,
-    E,
-    H,
-    I,
     count_quantized_weights,
     kernels,
     moe,
@@ -25,13 +21,10 @@ from torch import distributed as dist
 
 import fusedmoe as fm
 from benchmarks import demo
-from fusedmoe.fusion.program import plan_table
-from fusedmoe.fusion.report.describe import describe
 
 pytestmark = needs_hopper
 
 EACH = pytest.mark.parametrize("recipe", RECIPES)
-SPLITS = (40, 0, 21, 9) if EMULATED else (130, 0, 61, 1, 27, 128, 0, 53)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,63 +32,7 @@ def built(build_ahead):
     build_ahead(kernels)
 
 
-def planned(monkeypatch):
-    """The plans of all calls from now on."""
-    found, plan_chain = [], plan_table.plan_chain
-
-    def noted(chain, arguments, *others, **named):
-        plan = plan_chain(chain, arguments, *others, **named)
-        found.append(describe(plan, dict(zip(plan.graph.arguments, arguments, strict=True))))
-        return plan
-
-    monkeypatch.setattr(plan_table, "plan_chain", noted)
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------ transformers
-
-SIZES = {
-    "hidden_size": H, "num_hidden_layers": 1 if EMULATED else 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 64, "vocab_size": 256, "max_position_embeddings": 512, "pad_token_id": 0, "intermediate_size": 256,
-    "moe_intermediate_size": I, "num_experts": E, "num_experts_per_tok": 2,
-}  # fmt: skip
-
-
-SHAPE = (1, 24) if EMULATED else (2, 128)
-APART = ("sm90.activation", "sm90.dactivation")
-"""With few rows and weights in bf16, activations apart from products take fewer launches."""
-
-
-def qwen3():
-    transformers = pytest.importorskip("transformers")
-    from fusedmoe.integrations import transformers as integration
-
-    integration.register()
-    torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(**SIZES)
-    how = {"dtype": BF16, "experts_implementation": "fusedmoe", "attn_implementation": "eager"}  # the same bits always
-    model = transformers.AutoModelForCausalLM.from_config(config, **how)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.1)
-    return model.to(DEVICE).train()
-
-
-def step_of_model(model, *shape, vocabulary=256):
-    ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    model.zero_grad()
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **grads}
-
-
-def assert_alike(found, want):
-    """A model of another precision has about the same loss, and gradients of about the same direction."""
-    assert found.keys() == want.keys()
-    assert_alike(found, want)
-
 
 # ------------------------------------------------------------------------------------------------------------- FSDP2
 

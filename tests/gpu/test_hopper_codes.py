@@ -7,12 +7,11 @@ import itertools
 
 import pytest
 import torch
-from kit.hopper import DEVICE, needs_gpu, needs_hopper
+from kit.hopper import DEVICE, needs_hopper
 from kit.hopper_codes import ALL_FORMS, BY_EXPERT, FORMATS, check_codes, check_derivative_codes
 from kit.hopper_products import (
     ACTIVATIONS,
     BF16,
-    FP32,
     SIDE_BY_SIDE,
     SPLITS,
     TAIL,
@@ -252,18 +251,3 @@ def test_codes_end_where_their_tensors_end(monkeypatch):
     shapes = check()
     assert len(shapes) == 6 + 3  # codes and scales of three forms; the preactivation, codes and scales
     assert {(count, 768), (count, 384)} <= {*shapes}
-
-
-@needs_gpu
-def test_full_size():
-    """Rows of Qwen3-30B-A3B."""
-    count, splits = 262_144, (2000,) * 16 + (0,) * 7 + (262_144 - 32_000 - 300,)
-    codes = torch.randn(count, 512, device=DEVICE).to(E4M3.dtype)
-    scale = torch.rand(4, count, device=DEVICE) + 0.1
-    w = (torch.randn(len(splits), 1536, 512, device=DEVICE) / 16).to(E4M3.dtype)
-    of_weight = torch.rand(len(splits), 4, 12, device=DEVICE) + 0.1
-    x = Operand(Codes(codes, scale.mT), codes)
-    y = check_codes(
-        x, Operand(Codes(w, of_weight.mT), w), splits, "swiglu", scale=torch.rand(count, device=DEVICE).to(FP32)
-    )
-    assert y[: sum(splits)].any()

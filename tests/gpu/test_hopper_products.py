@@ -18,16 +18,13 @@ from kit.hopper_products import (
     FP32,
     SIDE_BY_SIDE,
     SPLITS,
-    TAIL,
     assert_same_bits,
     derivative,
-    drawn,
     factors,
     kernels_of,
     offsets_of,
     operand_of_rows,
     operand_of_weights,
-    outer,
     plain,
     wgrad,
 )
@@ -47,7 +44,6 @@ from fusedmoe.kernels.sm90.tiles.choice import (
     PP_192,
     PP_192_TALL,
 )
-from fusedmoe.numerics.formats import E4M3, E5M2, fp8_block, fp8_tensor, quantize
 from fusedmoe.numerics.formats.groups import group_of
 
 pytestmark = needs_hopper
@@ -327,46 +323,6 @@ def test_each_scale_of_a_weight_gradient_is_that_of_its_row_and_column():
     assert (got.double() - want).abs().max() < 1e-6 * want.abs().max()
 
 
-FORMATS = {
-    "blocks": lambda element, across=1: fp8_block(element, across),
-    "blocks, fp32": lambda element, across=1: fp8_block(element, across, power_of_two=False),
-    "tensor": lambda element, across=1: fp8_tensor(element),
-    "tensor, power of two": lambda element, across=1: fp8_tensor(element, power_of_two=True),
-}
-
-
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-def test_of_quantized_tensors(format):
-    """As the quantize step of plain PyTorch writes them, except for the strides of the scales."""
-    offsets, used = offsets_of(SPLITS), sum(SPLITS)
-    x, dy = (drawn((used + TAIL, width), BF16).to(BF16) for width in (272, 400))
-    x[used:], dy[used:] = torch.nan, torch.nan
-    w = drawn((len(SPLITS), 400, 272), BF16).to(BF16)
-    found = [quantize(x, format(E5M2), -1, offsets=offsets), quantize(w, format(E4M3, 128), -1)]
-    a, b = (Codes(t.data, products.with_strides(t.scale)) for t in found)
-    y = products.bind_grouped_gemm(a, b, None, None, DEFAULT)(a, b, None, offsets, None)
-    x_rows, w_rows = (t.dequantize(FP32).double() for t in found)
-    parts = zip(x_rows[:used].split(SPLITS), w_rows, strict=True)
-    want = torch.cat([part @ weight.T for part, weight in parts])
-    assert (y[:used].double() - want).norm() < 4e-3 * want.norm()
-    assert not y[used:].any()
-
-    found = [quantize(dy, format(E5M2), -2, offsets=offsets), quantize(x, format(E4M3), -2, offsets=offsets)]
-    a, b = (Codes(t.data, products.with_strides(t.scale)) for t in found)
-    dw = products.bind_grouped_wgrad(a, b, offsets, BF16, False, DEFAULT)(a, b, offsets)
-    want = outer(*(t.dequantize(FP32).double() for t in found), SPLITS)
-    assert (dw.double() - want).norm() < 4e-3 * want.norm()
-
-
-def test_strides_of_scales():
-    x, w, gaps = torch.rand(40, 3), torch.rand(2, 5, 3), torch.rand(4, 3, 8)[::2].mT  # gaps between experts
-    for scale in (x, w, gaps):
-        assert not products.has_strides(scale)
-        assert products.has_strides(products.with_strides(scale))
-        assert torch.equal(products.with_strides(scale), scale)
-    assert products.with_strides(w).stride() == (24, 1, 8)
-
-
 # ---- memory
 
 
@@ -525,20 +481,6 @@ def test_options_change_no_bit(which, options, few):
             assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("gathered", ["grad_output", "x"])
-def test_gathered_weight_gradients_of_other_tokens_in_each_run(gathered):
-    """The ring goes around many times: a stage that is read too early has old tokens."""
-    case = wgrad((358, 18, 100, 361, 168, 176, 276, 320), 5, 640, 768, gathered=gathered, tokens=4000)
-    index, source = case.live["index"], case.live[gathered]
-    for seed in range(8):
-        index[:1777] = torch.randint(4000, (1777,), dtype=torch.int32, device=DEVICE)
-        source.copy_(drawn(source.shape, BF16))
-        (want,) = case.run(KernelOptions(0, "static"))
-        assert want.isfinite().all(), seed
-        for options in (DEFAULT, KernelOptions(124), KernelOptions(100, "static")):
-            assert torch.equal(case.run(options)[0], want)
-
-
 @needs_gpu
 @pytest.mark.parametrize(("family", "config", "settings"), GATHERED_CONFIGS, ids=map(named, GATHERED_CONFIGS))
 def test_a_layer(family, config, settings, tiles):
@@ -652,49 +594,3 @@ def test_a_graph_follows_the_splits(which, no_sync, few):
             assert t.any() or not sum(now)
             if "wgrad" not in which:
                 assert not t[sum(now) :].any()
-
-
-@needs_gpu
-def test_full_size():
-    """A layer of Qwen3-30B-A3B in FP8: some experts, among them the first, the last, and one without rows."""
-    count, experts, inner, hidden = 262_144, 128, 768, 2048
-    load = torch.rand(experts, device=DEVICE) + 0.2
-    load[17] = 0
-    splits = torch.bincount(torch.multinomial(load, count - 300, replacement=True), minlength=experts).tolist()
-    offsets, used, picked = offsets_of(splits), sum(splits), (0, 17, experts // 2, experts - 1)
-
-    def rows(width):
-        codes = torch.randn(count, width, device=DEVICE).to(torch.float8_e4m3fn)
-        scale = torch.rand(width // 128, count, device=DEVICE) + 0.1
-        codes.view(torch.uint8)[used:] = 0x7F
-        scale[:, used:] = torch.nan
-        return Codes(codes, scale.mT)
-
-    def weights(n, k):
-        codes = (torch.randn(experts, n, k, device=DEVICE) / 16).to(torch.float8_e4m3fn)
-        return Codes(codes, (torch.rand(experts, k // 128, -(-n // 512) * 4, device=DEVICE) + 0.1)[..., : n // 128].mT)
-
-    def product(x, w, e):
-        part = slice(sum(splits[:e]), sum(splits[: e + 1]))
-        a = x.codes[part].double() * x.scale[part].double().repeat_interleave(128, 1)
-        b = w.codes[e].double() * w.scale[e].double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        return part, a @ b.mT
-
-    x, w, dy, v = rows(hidden), weights(2 * inner, hidden), rows(hidden), weights(inner, hidden)
-    a, scale = ACTIVATIONS["swiglu"], torch.rand(count, device=DEVICE)
-    forward = products.bind_grouped_gemm_activation(x, w, None, scale, a, True, DEFAULT)
-    with nan_in_new_tensors():
-        _, p = forward(x, w, None, offsets, scale)
-        backward = products.bind_grouped_gemm_activation_backward(dy, v, p, scale, a, True, True, DEFAULT)
-        grad, h, grad_scale = backward(dy, v, offsets, p, scale)
-    for e in picked:
-        part, exact = product(x, w, e)
-        assert (p[part].double() - exact).norm() <= 4e-3 * exact.norm()
-        part, d = product(dy, v, e)
-        leaf, factor = p[part].double().requires_grad_(), scale[part].double()[:, None]
-        gate, up = leaf.chunk(2, 1)
-        out = torch.nn.functional.silu(gate) * up
-        (dp,) = torch.autograd.grad(out, leaf, d * factor)
-        for got, want in ((grad, dp), (h, out * factor), (grad_scale, (d * out).sum(1))):
-            assert (got[part].double() - want).norm() <= 4e-3 * want.norm()
-    assert not any(t[used:].any() for t in (p, grad, h, grad_scale))

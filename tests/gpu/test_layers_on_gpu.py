@@ -59,33 +59,7 @@ def test_expert_mlp_against_fp64(splits, spare, dtype):
         assert not sum(splits) or error(a, b) < tolerance
 
 
-@pytest.mark.parametrize("width", [2880, 1408, 1856, 768, 96])
-def test_widths_of_real_models_need_no_host_sync(no_sync, width):
-    seq = fm.Sequential(fm.GroupedLinear(4, width, 2 * 96), fm.SwiGLU(), fm.GroupedLinear(4, 96, width))
-    seq.to(DEVICE, BF16)
-    x = torch.randn(300, width, device=DEVICE, dtype=BF16)
-    splits = torch.tensor([100, 0, 150, 50], device=DEVICE)
-    seq(x, splits=splits)
-    with no_sync():
-        y = seq(x, splits=splits)
-    want = meaning(copy.deepcopy(seq).double(), x.double(), splits=splits.cpu())
-    assert error(y, want) < 8e-3
-
-
 # ---- memory
-
-
-def test_views_whose_strides_are_off_are_copied_not_synchronised(no_sync):
-    """In plain PyTorch, to which the fused kernels leave such rows."""
-    op = fm.GroupedLinear(4, 64, 32, device=DEVICE, dtype=BF16)
-    wide = torch.randn(100, 65, device=DEVICE, dtype=BF16)
-    x = wide[:, 1:]  # rows 130 bytes apart, the first 2 bytes off
-    splits = torch.tensor([10, 20, 30, 40], device=DEVICE)
-    op(x, splits=splits)
-    with no_sync():
-        y = op(x, splits=splits)
-    with fm.disabled("sm90.*"):
-        assert torch.equal(y, op(x.contiguous(), splits=splits))
 
 
 def test_rows_by_columns_are_copied(no_sync):
@@ -118,14 +92,6 @@ def test_wrong_splits_stay_within_the_rows():
         y = op(x, splits=torch.tensor(splits, device=DEVICE))
         torch.cuda.synchronize()
         assert torch.isfinite(y).all()
-
-
-def test_debug_mode_checks_splits_on_the_gpu(monkeypatch):
-    op = fm.GroupedLinear(2, 64, 64, device=DEVICE, dtype=BF16)
-    x = torch.randn(10, 64, device=DEVICE, dtype=BF16)
-    monkeypatch.setenv("FUSEDMOE_DEBUG", "1")
-    with pytest.raises(fm.InputError, match=r"at most 10.*got 11"):
-        op(x, splits=torch.tensor([5, 6], device=DEVICE))
 
 
 @pytest.mark.parametrize("disabled", ["", "*"])
@@ -185,16 +151,6 @@ def test_what_reads_the_host_is_marked():
                 op(x, splits=splits)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def test_a_bias_gradient_reads_no_host():
-    op = fm.Sequential(fm.GroupedLinear(2, 64, 64, bias=True, device=DEVICE))
-    steps = op.explain(torch.randn(8, 64, device=DEVICE), splits=torch.tensor([3, 5], device=DEVICE)).steps
-    assert {step.ops[0]: step.host_sync for step in steps} == {
-        "0.GroupedLinear": True,
-        "0.BiasGrad": False,
-        "0.Wgrad": True,
-    }
 
 
 def nothing(*_):
@@ -333,40 +289,6 @@ def test_plans_asked_elsewhere_and_there(recipe, bias, dtype):
         assert (asked.attempts, asked.kept_bytes) == (there.attempts, there.kept_bytes)
 
 
-@needs_gpu
-@pytest.mark.parametrize("weight_dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_every_kernel_returns_what_was_announced(bias, weight_dtype):
-    """The first call of a kind compares shapes, dtypes and device of each step's results, forward and backward."""
-    layer = fm.MoE(192, 136, 12, 3, bias=bias, device="cuda", dtype=BF16)
-    x = torch.randn(300, 192, device="cuda", dtype=BF16, requires_grad=True)
-    index = torch.randint(0, 12, (300, 3), device="cuda")
-    weight = torch.rand(300, 3, device="cuda", dtype=weight_dtype, requires_grad=True)
-    with fm.strict(unavailable=True):
-        y = layer.experts(x, expert_index=index, expert_weight=weight)
-        y.sum().backward()
-    assert weight.grad.dtype is weight_dtype
-    assert weight.grad.abs().sum() > 0
-    assert x.grad.abs().sum() > 0
-
-
-@needs_gpu
-def test_a_wrong_kernel_is_named():
-    class Wrong(fm.FusionRule, name="test.wrong", direction="forward"):
-        act: fm.SwiGLU
-
-        def offer(self, ctx):
-            return fm.Step(needs=("act.input",), gives=("output",), launches=0)
-
-        def build(self, ctx, keep):
-            return lambda *tensors: lambda h: self.act.compute(h)[:3].cpu()
-
-    x = torch.randn(5, 64, device="cuda", dtype=BF16)
-    text = r"rule 'test.wrong' on 0.SwiGLU: 0.output: .* on cuda:0.* on cpu"
-    with fm.register(Wrong), pytest.raises(fm.RuleError, match=text):
-        fm.Sequential(fm.SwiGLU())(x)
-
-
 def count(seq, x, splits, probs):
     with FlopCounterMode(display=False) as counter:
         y = seq(x, splits=splits, probs=probs)
@@ -487,24 +409,6 @@ def test_a_penalty_on_every_gradient_against_fp64(no_sync, bias):
         if a.shape[0] == x.shape[0]:
             assert not a[used:].any()
         assert ((a.double() - b).norm() <= 2e-2 * b.norm()).item()
-
-
-def test_second_derivatives_of_a_routed_layer():
-    torch.manual_seed(0)
-    layer = fm.MoE(H, I, 8, 2, device=DEVICE, dtype=BF16)
-    x = torch.randn(96, H, device=DEVICE, dtype=BF16, requires_grad=True)
-    sources = [x, *layer.parameters()]
-    dy = torch.randn(96, H, device=DEVICE, dtype=BF16)
-    got = penalty(layer(x), sources, dy)
-    exact = copy.deepcopy(layer).double().cpu()
-    with torch.no_grad():  # the same experts, whatever the precision makes of a tie
-        assert torch.equal(layer.router(x).expert_index.cpu().sort().values,
-                           exact.router(x.double().cpu()).expert_index.sort().values)  # fmt: skip
-    rows = x.detach().double().cpu().requires_grad_()
-    want = penalty(exact(rows), [rows, *exact.parameters()], dy.double().cpu())
-    for a, b in zip(got, want, strict=True):
-        assert b.any()
-        assert error(a.cpu(), b) < 3e-2
 
 
 @needs_gpu

@@ -30,11 +30,9 @@ from kit.quantize_kernels import (
 
 from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms
 from fusedmoe.kernels.rows.quantize.block_functions import TOKEN_READERS
-from fusedmoe.kernels.rows.quantize.format_functions import bind_magnitudes
 from fusedmoe.numerics.formats import Delayed, Quantizer, amax_by_expert, fp8_block, fp8_tensor, quantize
 from fusedmoe.numerics.formats.delayed import AmaxHistory
 from fusedmoe.numerics.formats.groups import padded_rows
-from fusedmoe.numerics.formats.hadamard import rotate
 from fusedmoe.ops.state.amax import Step
 
 pytestmark = needs_hopper
@@ -69,18 +67,6 @@ def test_rows_sorted_by_expert(kind, which):
             for axes in AXES.values() if which == "block" else ((-1, -2),):
                 wanted = check_rows(x, which, axes, offsets_of(splits))
                 assert not sum(splits) or all(bits(form.data).any() for form in wanted)
-
-
-@pytest.mark.parametrize("which", FEW)
-def test_random_splits(which):
-    for seed in range(4):
-        generator = torch.Generator().manual_seed(seed)
-        experts = int(torch.randint(1, 40, (), generator=generator))
-        splits = torch.randint(0, 90, (experts,), generator=generator) * (
-            torch.rand(experts, generator=generator) < 0.6
-        )
-        x = values(int(splits.sum()) + int(torch.randint(0, 300, (), generator=generator)) + 1, 128, seed=seed)
-        check_rows(x, which, (-1, -2), offsets_of(splits.tolist()))
 
 
 @of_axes
@@ -191,24 +177,6 @@ def test_weights(which, axes):
 @pytest.mark.parametrize("shape", [(2, 272, 144), (3, 128, 256), (1, 16, 400)], ids=str)
 def test_transposed_codes(shape):
     check_transposed_codes(shape)
-
-
-def test_magnitudes():
-    x, offsets = ordinary(60, 144), offsets_of([20, 0, 33])
-    x[0, 0], x[1, 1], x[30, 2] = torch.inf, -torch.nan, -1000.0
-    of_rows, of_columns, of_experts, of_rotated = bind_magnitudes(
-        x, offsets, of_rows=True, of_columns=True, of_experts=True, of_experts_rotated=True
-    )(x, offsets)
-    finite = x.float().nan_to_num(0, 0, 0).abs()
-    finite[53:] = 0
-    assert torch.equal(of_rows, finite.amax(1))
-    for e, group in ((0, finite[:20]), (2, finite[20:53])):
-        assert torch.equal(of_columns[e], group.amax(0))
-        assert of_experts[e] == group.max()
-    assert of_experts[1] == of_rotated[1] == 0
-    assert of_experts[2] == 1000
-    padded = torch.nn.functional.pad(x[20:53], (0, 0, 0, 15))
-    assert of_rotated[2] == rotate(padded.mT.contiguous()).float().abs().max()
 
 
 @pytest.mark.parametrize("which", ["mxfp8", "mxfp8 e5m2", "nvfp4 rotated", "tensor e5m2"])

@@ -291,17 +291,6 @@ def test_streams_and_graphs_have_counters_of_their_own():
             assert all(torch.equal(a, b) for a, b in zip(results[-1], expected, strict=True))
 
 
-@needs_gpu
-def test_without_a_counter_the_schedule_is_static(monkeypatch):
-    case = Products(2000, 4, 8, 512, 512, "x")
-    want = case.bound(0)()
-    counters = launch.TileCounters(DEVICE)
-    counters._numbers = iter(())
-    monkeypatch.setitem(launch._tile_counters, case.x.device, counters)
-    assert counters.get()[1] == 0
-    assert all(torch.equal(a, b) for a, b in zip(case.bound(16)(), want, strict=True))
-
-
 # ---- layers
 
 
@@ -382,10 +371,3 @@ def test_memory_of_a_step(alone, recipe):
         return torch.cuda.max_memory_allocated() - before
 
     assert peak() <= 1.08 * alone(peak)
-
-
-@needs_gpu
-def test_gradients_that_the_kernels_cannot_read(alone):
-    dy = torch.randn(1536, device=DEVICE, dtype=BF16).expand(4096, 1536)
-    want = alone(lambda: gradients(*layer(), dy))
-    assert same(gradients(*layer(), dy), want)

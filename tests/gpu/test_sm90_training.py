@@ -3,7 +3,6 @@
 Axes: R rows sorted by expert, T tokens, E experts, K chosen experts per token, H hidden, I intermediate features.
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -21,7 +20,6 @@ from kit.training import (
 )
 
 import fusedmoe as fm
-from benchmarks import shapes
 from fusedmoe.builtin_rules.requirements import OnSm90
 from fusedmoe.builtin_rules.sm100.grouped_mm import GroupedMm, GroupedMmDgrad
 from fusedmoe.kernels.sm90 import one_group
@@ -124,28 +122,6 @@ def test_results_and_gradients(form):
             assert not value[empty if name.endswith(("weight", "bias")) else slice(sum(SPLITS), None)].any(), name
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (129,), (3, 85), (2, 1, 64)], ids=str)
-def test_shapes_of_dense_rows(shape):
-    x, dy = (torch.randn(*shape, H, device="cuda", dtype=BF16) for _ in range(2))
-    results = assert_as_exact_as_plain_pytorch(Form("dense").make(), x, dy)
-    assert results["y"].shape == results["x"].shape == (*shape, H)
-
-
-def test_large_widths():
-    """Many tiles of columns, and a contraction of many stages, in the gradients of the weights too."""
-    linear = {"bias": False, "device": "cuda", "dtype": BF16}
-    chain = fm.Sequential(fm.Linear(H, 2 * 2888, **linear), fm.SwiGLU(), fm.Linear(2888, H, **linear))
-    x, dy = (torch.randn(4099, H, device="cuda", dtype=BF16) for _ in range(2))
-    assert_as_exact_as_plain_pytorch(chain, x, dy)
-
-
-@pytest.mark.parametrize("count", [1, 63, 500])
-def test_one_expert_per_token(count):
-    form = Form("routed")
-    x, dy, named = form.inputs(tokens=count, chosen=1)
-    assert_as_exact_as_plain_pytorch(form.make(), x, dy, **named)
-
-
 def test_layers_with_one_product():
     chain = fm.Sequential(fm.Dispatch(), fm.GroupedLinear(E, H, H, device="cuda", dtype=FP16), fm.Combine())
     x, dy, named = Form("routed", dtype=FP16).inputs()
@@ -155,60 +131,6 @@ def test_layers_with_one_product():
     x, dy, named = Form("experts", scale=False).inputs()
     results = assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
     assert not results["x"][sum(SPLITS) :].any()
-
-
-def test_weights_by_columns():
-    chain = Form("dense", dtype=FP16, bias=True).make()
-    for i in (0, 2):
-        chain[i].weight = torch.nn.Parameter(chain[i].weight.detach().T.contiguous().T)
-    x, dy, _ = Form("dense", dtype=FP16).inputs()
-    assert_as_exact_as_plain_pytorch(chain, x, dy)
-
-
-@pytest.mark.parametrize("options", [{"sm_margin": 20}, {"schedule": "static"}], ids=str)
-@of_kinds
-def test_options(form, options):
-    chain, (x, dy, named) = form.make(), form.inputs()
-    for name, value in options.items():
-        setattr(chain, name, value)
-    assert_as_exact_as_plain_pytorch(chain, x, dy, **named)
-
-
-def scaled_down(shape):
-    """A real model's experts with an eighth of the features and of the experts, 4 at least."""
-    eighth = lambda width: -(-width // 64) * 8  # noqa: E731
-    experts = max(shape.experts // 8, 4)
-    return replace(
-        shape, tokens=shape.tokens // 32, hidden=eighth(shape.hidden), intermediate=eighth(shape.intermediate),
-        experts=experts, top_k=min(shape.top_k, experts),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", shapes.load())
-def test_experts_of_real_models_scaled_down(name):
-    """From tokens to tokens, with the same routing for all; a half of the experts gets most of the rows."""
-    shape = scaled_down(shapes.load()[name])
-    gpt_oss = shape.activation == "clamped_swiglu"
-    layer = fm.MoE(
-        shape.hidden, shape.intermediate, shape.experts, shape.top_k,
-        activation=ACTIVATIONS["gpt-oss" if gpt_oss else "swiglu"](), bias=gpt_oss, router_bias=gpt_oss,
-        score="topk_softmax" if gpt_oss else "softmax", device="cuda", dtype=BF16,
-    )  # fmt: skip
-    x, dy = (torch.randn(shape.tokens, shape.hidden, device="cuda", dtype=BF16) for _ in range(2))
-    with torch.no_grad():
-        layer.router.weight[: shape.experts // 2] *= 3
-        routing = layer.router(x)
-    named = {"expert_index": routing.expert_index, "expert_weight": routing.expert_weight}
-    assert_as_exact_as_plain_pytorch(layer.experts, x, dy, **named)
-
-
-def test_a_shared_expert():
-    layer = fm.MoE(H, I, 8, 2, shared_intermediate=264, shared_gate=True, device="cuda", dtype=BF16)
-    x = torch.randn(2, 150, H, device="cuda", dtype=BF16, requires_grad=True)
-    with fm.strict():
-        layer(x).sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in layer.parameters())
-    assert_as_exact_as_plain_pytorch(layer.shared, x.detach().flatten(0, 1), torch.randn_like(x).flatten(0, 1))
 
 
 # ---- tensors in memory
@@ -298,33 +220,6 @@ def test_memory_of_a_routed_step():
 
 
 # ---- gradients that are added to main_grad
-
-
-def test_one_product_adds_to_main_grad_in_fp32():
-    """Several micro-batches, other splits in each; the operands of one layer's gradient are exact."""
-    linear = {"accumulate_into_main_grad": True, "device": "cuda", "dtype": BF16}
-    for make, dense in (
-        (lambda: fm.GroupedLinear(E, H, I, bias=True, **linear), False),
-        (lambda: fm.Linear(H, I, **linear), True),
-    ):
-        chain = fm.Sequential(make())
-        weight = chain[0].weight
-        weight.main_grad = torch.randn_like(weight, dtype=FP32)
-        want, before = weight.main_grad.double(), weight.main_grad.clone()
-        for turn in (0, 3, 7):
-            splits = (*SPLITS[turn:], *SPLITS[:turn])
-            splits = (splits[0] + splits[1], 0, *splits[2:])
-            tail = 0 if dense else TAIL
-            x, dy = rows(splits, tail, H), rows(splits, tail, I)
-            named = {} if dense else {"splits": torch.tensor(splits, device="cuda")}
-            with fm.strict():
-                chain(x.requires_grad_(), **named).backward(dy)
-            x, dy, used = x.detach().double(), dy.double(), sum(splits)
-            parts = [slice(None)] if dense else [slice(sum(splits[:e]), sum(splits[: e + 1])) for e in range(E)]
-            want += torch.stack([dy[:used][part].T @ x[:used][part] for part in parts]).view_as(want)
-        assert weight.grad is None
-        assert error(weight.main_grad, want) < 1e-5
-        assert dense or torch.equal(weight.main_grad[1], before[1]), "an expert without rows"
 
 
 @pytest.mark.parametrize("form", [Form("experts"), Form("routed")], ids=lambda form: form.kind)
