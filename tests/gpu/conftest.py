@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from kit.hopper import DEVICE, EMULATED, needs_hopper
+from torch import distributed as dist
 
 HERE = Path(__file__).parent
 FEW_TESTS = 30  # which compile the kernels that they need, one by one
@@ -81,6 +82,19 @@ def no_sync():
             torch.cuda.set_sync_debug_mode("default")
 
     return forbidden
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone."""
+    if not dist.is_nccl_available():
+        pytest.skip("torch is built without NCCL")
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture

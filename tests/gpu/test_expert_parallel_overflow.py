@@ -3,24 +3,14 @@
 import pytest
 import torch
 from kit.hopper import needs_gpu
-from torch import distributed as dist
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel.capacity import LAG
 
-pytestmark = needs_gpu
+# one rank: its capacity is a part of its own slots
+pytestmark = [needs_gpu, pytest.mark.usefixtures("one_rank")]
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN = 512, 8, 2, 64
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group():
-    """One rank: its capacity is a part of its own slots."""
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def layer_and_inputs(device, engine="allgather", **settings):

@@ -1,15 +1,16 @@
 """Layers in training under ``fp8_block`` on Hopper: which kernels run, how exact they are, when weights are quantized,
-and the memory that forward keeps. Under micro-batches, checkpointing, CUDA graphs, torch.compile and LoRA.
+and the memory that forward keeps.
 """
 
 import copy
+import json
+import re
 
 import pytest
 import torch
 from kit.fp8_layers import (
     BF16,
     DEVICE,
-    EMULATED,
     RECIPES,
     E,
     H,
@@ -26,16 +27,18 @@ from kit.fp8_layers import (
     rules,
     tokens,
 )
-from kit.hopper import capture, needs_gpu, needs_hopper
+from kit.hopper import capture, needs_gpu
 from kit.poison import nan_in_new_tensors
 from kit.training import assert_equal, error, outcome, plan_of
+from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
+from benchmarks import demo
 
-pytestmark = [needs_hopper, pytest.mark.filterwarnings("ignore")]  # those of torch's compiler
+pytestmark = [needs_gpu, pytest.mark.filterwarnings("ignore")]  # those of torch's compiler and of NCCL
 
-SPLITS = (70, 0, 21, 9) if EMULATED else (130, 0, 61, 1, 27, 128, 0, 53)
+SPLITS = (130, 0, 61, 1, 27, 128, 0, 53)
 EACH = pytest.mark.parametrize("recipe", RECIPES)
 COLUMNS = "sm90.gathered_quantize_columns"
 
@@ -49,7 +52,7 @@ def built(build_ahead):
 
 
 @EACH
-def test_every_step_has_a_kernel_and_nothing_waits(recipe, request):
+def test_every_step_has_a_kernel_and_nothing_waits(recipe, no_sync):
     """New memory that is NaN changes no bit."""
     for layer, (x, dy), named in ((moe(), tokens(), {}), (experts(), *of_experts(rows(SPLITS, tail=5)))):
         with fm.recipe(recipe), fm.strict(unavailable=True):
@@ -62,11 +65,10 @@ def test_every_step_has_a_kernel_and_nothing_waits(recipe, request):
             with torch.no_grad():
                 (plan,) = layer.explain(x, **named).plans
             assert_products_are_fp8(plan, recipe, forward_only=True)
-            if not EMULATED:
-                fm.clear_weight_cache(layer)
-                with request.getfixturevalue("no_sync")():
-                    again = outcome(layer, x, dy, **named)
-                assert_equal(again, first)
+            fm.clear_weight_cache(layer)
+            with no_sync():
+                again = outcome(layer, x, dy, **named)
+            assert_equal(again, first)
         assert all(t.isfinite().all() for t in first.values())
         assert_equal(poisoned, first)
 
@@ -77,7 +79,7 @@ def of_experts(given):
 
 
 @EACH
-@pytest.mark.parametrize("seed", range(1 if EMULATED else 4))
+@pytest.mark.parametrize("seed", range(4))
 def test_any_routing(seed, recipe):
     """Tokens that are read through their index, of which most choose the same experts, and all of them in one case."""
     layer = moe().experts
@@ -116,7 +118,7 @@ def test_weights_are_quantized_once_per_optimizer_step(optimizer, into_main_grad
     weights = [layer[0].weight, layer[3].weight]
     for weight in weights:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-    batches = [rows(SPLITS, seed=seed) for seed in range(2 if EMULATED else 3)]
+    batches = [rows(SPLITS, seed=seed) for seed in range(3)]
     before = []
     for turn in range(2):
         counted.clear()
@@ -143,7 +145,35 @@ def test_weights_are_quantized_once_per_optimizer_step(optimizer, into_main_grad
     assert torch.equal(got, want)
 
 
-# ---- compiled code and graphs
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded after forward", "kept for backward"])
+@EACH
+def test_sharded_layers_have_the_same_gradients(recipe, reshard, one_rank, monkeypatch):
+    """Parameters in fp32 that are gathered in bf16; each time, the gathered weight is quantized."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    whole, (x, dy) = moe(), tokens()
+    layer = copy.deepcopy(whole).float()
+    mesh = dist.init_device_mesh(DEVICE.type, (1,))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    counted = count_quantized_weights(monkeypatch)
+    for _ in range(2):
+        with fm.recipe(recipe), fm.strict():
+            want = outcome(whole, x, dy)
+            launches = len(counted)
+            leaf = x.detach().requires_grad_()
+            y = layer(leaf)
+            y.backward(dy)
+        assert len(counted) >= launches + 2, "each gathered weight is quantized"
+        got = {"y": y.detach(), "x": leaf.grad}
+        got |= {name: p.grad.full_tensor() for name, p in layer.named_parameters()}
+        assert_equal(got, {name: t if name in ("y", "x") else t.float() for name, t in want.items()})
+        assert fm.weight_cache_bytes(layer) == 0 or not reshard
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(whole.parameters(), layer.parameters(), strict=True):
+                p.copy_(q.full_tensor())
 
 
 # ---- frozen weights
@@ -206,7 +236,6 @@ def large(hidden=1024, intermediate=256, experts=16, count=4096):
     return layer, x, dy
 
 
-@needs_gpu
 def test_the_memory_that_forward_keeps():
     """At most 5% more than in bf16, whose kernels keep tokens too. Qwen3-30B-A3B."""
     layer, x, _ = large(2048, 768, 128, 16384)
@@ -232,7 +261,6 @@ def test_the_memory_that_forward_keeps():
     assert plan.kept_bytes == pytest.approx(in_fp8 + x.nbytes, rel=0.02)
 
 
-@needs_gpu
 @pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
 def test_columns_again_change_no_bit(recipe, no_sync):
     """Under fp8_block also in a step that is checkpointed, compiled, or one graph."""
@@ -255,3 +283,30 @@ def test_columns_again_change_no_bit(recipe, no_sync):
         x.copy_(x.flip(0))
         graph.replay()
         assert_equal(found[-1], outcome(layer, x, dy))
+
+
+# ---- the demo
+
+
+def test_the_demo_compares_recipes_with_every_step_fused(tmp_path, capsys):
+    sizes = {"layers": 1, "hidden": 256, "intermediate": 128, "heads": 4, "experts": 8, "context": 128, "batch": 8}
+    options = [f"--{name}={value}" for name, value in (sizes | {"steps": 40, "top-k": 2}).items()]
+    with fm.strict():
+        demo.main([",".join(["bf16", *RECIPES]), *options, "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    of_recipes = re.split(r"^Recipe \d of 3: .*$", printed, flags=re.MULTILINE)[1:]
+    products = [set(re.findall(r"sm90\.fp8_grouped_\w+", part)) for part in of_recipes]
+    both = {f"sm90.fp8_grouped_{name}" for name in ("gemm_activation", "gemm", "dgrad_activation", "dgrad")}
+    assert products == [set(), both | {"sm90.fp8_grouped_wgrad"}, both]
+    assert "unfused" not in printed
+    compared = json.loads((tmp_path / "compare.json").read_text())
+    assert compared["machine"] == torch.cuda.get_device_name()
+    runs = {run["recipe"]: run for run in compared["runs"]}
+    assert list(runs) == ["bf16", *RECIPES]
+    for run in runs.values():
+        (_, first), *_, (_, last) = run["evaluations"]
+        assert last < first < 8
+        assert abs(run["gap_percent"]) < 3
+    assert len({run["held_out_bits_per_byte"] for run in runs.values()}) == 3
+    for recipe in RECIPES:
+        assert re.search(rf"^\| `{re.escape(recipe)}` \| [\d.]+ \| [+-][\d.]+ %", printed, re.MULTILINE), printed

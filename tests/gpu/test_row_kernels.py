@@ -1,15 +1,19 @@
-"""The kernels that sort slots by expert, move rows and sum them: against plain PyTorch and fp64, between NaN."""
+"""The kernels that sort slots by expert, move rows, sum them and apply activations: against plain PyTorch and fp64,
+between NaN.
+"""
 
 import itertools
 
 import pytest
 import torch
+from kit.activation_rows import ACTIVATIONS, assert_result_close, check_activation, in_fp64
 from kit.compare import pairwise
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
 from kit.hopper_products import kernels_of
 from kit.poison import nan_in_new_tensors
 from kit.slots import KINDS, assert_rows_close, between_nan, check_moves, check_offsets, check_zeroed_tail, ids, routed
 
+from fusedmoe.kernels.rows.activation.functions import bind_activation_backward
 from fusedmoe.kernels.rows.move.functions import column_sums, offsets_from_splits
 from fusedmoe.kernels.rows.move.slot_functions import (
     bind_copy_rows,
@@ -20,6 +24,7 @@ from fusedmoe.kernels.rows.move.slot_functions import (
     bind_sum_slots,
     bind_sum_slots_and_part,
 )
+from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
 from fusedmoe.numerics.expert_rows import sort_by_expert
 
@@ -37,6 +42,12 @@ EXPERTS = (1, 31, 32, 33, 64, 65, 128, 256, 512, 1024)
 # each way to move rows: tokens and chosen experts, features, dtypes of rows, of factors and of dots
 MOVES = pairwise(SUMMED, (8, 248, 1024, 1032, 2880, 7168), HALF, (None, FP32, BF16), (FP32, BF16, FP16))
 
+# rows and features of the result: less than a warp's vectors, more, and more than a warp loads at once
+ACTIVATED_SHAPES = ((1, 8), (3, 24), (70, 264), (33, 768), (5, 2056))
+# each activation with a scale in fp32, and with another dtype or scale
+ACTIVATED = [*((a, BF16, FP32) for a in ACTIVATIONS)]
+ACTIVATED += [(a, (FP16, BF16)[i % 2], (None, BF16, FP16)[i % 3]) for i, a in enumerate(ACTIVATIONS)]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def built(build_ahead):
@@ -48,6 +59,7 @@ def built(build_ahead):
         lambda k=chosen, d=dtype, s=scale, o=out: check_moves(2, k, 8, d, s, out=o)
         for (_, chosen), _, dtype, scale, out in MOVES
     ]
+    calls += [lambda row=row: check_activation(*row, (1, 8)) for row in ACTIVATED]
     build_ahead(lambda: kernels_of(calls))
 
 
@@ -279,6 +291,26 @@ def test_sums_of_full_size():
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (300, 264), (700, 2880)])
 def test_the_tail_is_zeroed(rows, columns, dtype):
     check_zeroed_tail(rows, columns, dtype)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize(("activation", "dtype", "scale"), ACTIVATED, ids=str)
+def test_activations(activation, dtype, scale):
+    for number, shape in enumerate(ACTIVATED_SHAPES):
+        check_activation(activation, dtype, scale, shape, 24 * (number % 2), alone=activation in ACTIVATIONS[:2])
+
+
+@pytest.mark.parametrize("activation", [Activation("swiglu", limit=2.0), Activation("reglu", limit=2.0)], ids=str)
+def test_the_bounds_of_a_clamp_are_inside(activation):
+    """Values at a limit have the derivative of those inside; beyond it, they have none."""
+    p = torch.tensor([[2.0, 2.125, 0.5, 0.5] + [0.5] * 4 + [0.5, 0.5, 2.0, -2.125] + [0.5] * 4], device=DEVICE).to(BF16)
+    dy = torch.ones(1, 8, device=DEVICE, dtype=BF16)
+    dp, *_ = bind_activation_backward(dy, p, None, activation, False, False)(dy, p, None)
+    assert_result_close(dp, in_fp64(activation, p, None, dy)[1])
+    assert dp[0, 0] != 0 == dp[0, 1]
+    assert dp[0, 10] != 0 == dp[0, 11]
 
 
 # ---- streams and graphs
