@@ -179,44 +179,14 @@ def test_nothing_waits_for_the_device(device, no_sync):
 
 # ---- patched routers: the kernels run them with their experts, with the choices of the models
 
-TOKENS, HIDDEN = 600, 256
-OF_ROUTERS = {
-    "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "intermediate_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4, "vocab_size": 64,
-}  # fmt: skip
 
-
-def glm4_moe():
-    config = transformers.Glm4MoeConfig(**OF_ROUTERS, head_dim=64, n_routed_experts=16, first_k_dense_replace=0)
-    return transformers.Glm4MoeModel, config
-
-
-def deepseek_v3():
-    config = transformers.DeepseekV3Config(
-        **OF_ROUTERS, n_routed_experts=16, n_group=4, topk_group=2, first_k_dense_replace=0, kv_lora_rank=64,
-        q_lora_rank=64, qk_rope_head_dim=32, qk_nope_head_dim=32, v_head_dim=64,
-    )  # fmt: skip
-    return transformers.DeepseekV3Model, config
-
-
-def qwen3_moe():
-    return transformers.Qwen3MoeModel, transformers.Qwen3MoeConfig(**OF_ROUTERS, head_dim=64, num_experts=16)
-
-
-def block_of(family, device):
-    """The MoE part of a layer in bf16, with its correction of the choice in fp32, and tokens."""
-    integration.register()
-    torch.manual_seed(0)
-    model_class, config = family()
-    block = model_class._from_config(config, experts_implementation="fusedmoe").layers[0].mlp
-    with torch.no_grad():
-        for parameter in block.parameters():
-            parameter.normal_(std=0.1)
-    block.to(device, torch.bfloat16)
+def block_of(name, device):
+    """The MoE part of a layer, with its correction of the choice in fp32, and tokens."""
+    block = made(name, device).model.layers[0].mlp
+    block.experts.config._experts_implementation = "fusedmoe"
     if hasattr(block.gate, "e_score_correction_bias"):
         block.gate.e_score_correction_bias = 0.1 * torch.randn(16, device=device)
-    x = torch.randn(1, TOKENS, HIDDEN, device=device).bfloat16()
-    return block, x
+    return block, torch.randn(1, 600, 256, device=device).bfloat16()
 
 
 def routed_outcome(block, x, dtype=torch.bfloat16):
@@ -235,20 +205,18 @@ def routed_outcome(block, x, dtype=torch.bfloat16):
     return logits.detach(), index, weights.detach().gather(1, order), {"y": y.detach(), "x": leaf.grad, **grads}
 
 
-@pytest.mark.parametrize("family", [glm4_moe, deepseek_v3])
-def test_patched_routers_have_the_same_choice_and_results_that_are_as_exact(device, family):
-    block, x = block_of(family, device)
+def test_patched_routers_have_the_same_choice_and_results_that_are_as_exact(device):
+    block, x = block_of("deepseek_v3", device)
     double = copy.deepcopy(block).double()
-    double.experts.config._experts_implementation_internal = "eager"
+    double.experts.config._experts_implementation = "eager"
     exact = routed_outcome(double, x, torch.float64)[3]
-    block.experts.config._experts_implementation_internal = "fusedmoe"
     logits, index, weights, own = routed_outcome(block, x)
     assert integration.patch_routers(block) == 1
     with fm.strict():
         our_logits, our_index, our_weights, ours = routed_outcome(block, x)
     torch.testing.assert_close(our_logits, logits, rtol=2e-5, atol=2e-5)
     same = (our_index == index).all(-1)
-    assert same.sum() >= TOKENS - 1  # scores may tie within a rounding
+    assert same.sum() >= len(same) - 1  # scores may tie within a rounding
     torch.testing.assert_close(our_weights[same], weights[same], rtol=1e-4, atol=1e-6)
     assert exact.keys() == own.keys() == ours.keys()
     for name, want in exact.items():
@@ -258,8 +226,8 @@ def test_patched_routers_have_the_same_choice_and_results_that_are_as_exact(devi
 
 
 def test_logits_in_fp32_choose_as_fp64_does(device):
-    block, x = block_of(qwen3_moe, device)
-    exact = x.view(TOKENS, HIDDEN).double() @ block.gate.weight.double().T
+    block, x = block_of("qwen3_moe", device)
+    exact = x[0].double() @ block.gate.weight.double().T
     want = exact.topk(4).indices.sort().values
     assert integration.patch_routers(block) == 0
     own = routed_outcome(block, x)
