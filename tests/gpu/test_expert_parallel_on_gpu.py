@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from kit import hopper_ranks
 from kit.hopper import needs_gpu
 from kit.two_ranks import Ranks
 from torch import distributed as dist
@@ -30,15 +31,7 @@ BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
 MOST = 2500  # tokens: enough for the rules that overlap exchanges
 STEPS = int(os.environ.get("EXPERT_PARALLEL_STEPS", "60"))
-OVERLAPS = (
-    "sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows",
-    "sm90.dgrad_activation_of_arriving_gradients", "sm90.wgrad_beside_exchange",
-)  # fmt: skip
-# these cost less for so few tokens
-OTHERS = (
-    "sm90.gathered_gemm_activation", "sm90.grouped_gemm_activation", "sm90.grouped_gemm",
-    "sm90.gathered_dgrad_activation", "sm90.grouped_dgrad_activation", "sm90.grouped_dgrad",
-)  # fmt: skip
+OVERLAPS, OTHERS = tuple(hopper_ranks.OVERLAPS), tuple(hopper_ranks.OTHERS)
 TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
 
 
@@ -52,7 +45,7 @@ def ranks(tmp_path_factory):
 
 
 def on_device(rank):
-    os.environ["FUSEDMOE_DISABLE"] = "sm90.activation,sm90.dactivation"  # these cost less too, and round other values
+    os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
 

@@ -62,28 +62,6 @@ def test_expert_mlp_against_fp64(splits, spare, dtype):
 # ---- memory
 
 
-def test_rows_by_columns_are_copied(no_sync):
-    """Also where their pitch is aligned: an expert's begin anywhere, and a misaligned address ends the process."""
-    op = fm.GroupedLinear(4, 64, 32, device=DEVICE, dtype=BF16)
-    x, dy = (torch.randn(width, 104, device=DEVICE, dtype=BF16).t() for width in (64, 32))
-    splits = torch.tensor([11, 20, 30, 40], device=DEVICE)
-
-    def results(x, dy):
-        x = x.detach().requires_grad_()
-        y = op(x, splits=splits)
-        return [y, *torch.autograd.grad(y, [x, op.weight], dy)]
-
-    with fm.disabled("sm90.*"):
-        expected = results(x.contiguous(), dy.contiguous())
-        for rows, grad in ((x, dy.contiguous()), (x.contiguous(), dy)):
-            results(rows, grad)
-            with no_sync():
-                got = results(rows, grad)
-            for a, b in zip(got, expected, strict=True):
-                assert b.any()
-                assert torch.equal(a, b)
-
-
 def test_wrong_splits_stay_within_the_rows():
     """Values are trusted, memory is not: sums over R and negative counts read and write nothing outside."""
     op = fm.GroupedLinear(3, 64, 64, device=DEVICE, dtype=BF16)

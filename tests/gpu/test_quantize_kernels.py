@@ -2,10 +2,13 @@
 `QuantizedTensor.split`, for any splits and values. Those for Blackwell, packed and swizzled, run on Hopper too.
 """
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
-from kit.hopper_products import BF16, FP16, bits, offsets_of
+from kit.hopper_products import BF16, FP16, bits, kernels_of, offsets_of
 from kit.poison import nan_in_new_tensors
 from kit.quantize_kernels import (
     AXES,
@@ -50,6 +53,25 @@ of_axes = pytest.mark.parametrize("axes", AXES.values(), ids=AXES)
 of_halves = pytest.mark.parametrize("halves", [False, True], ids=["", "halves"])
 of_packed = pytest.mark.parametrize("which", ["mxfp8", "nvfp4 rotated"])
 FEW = ("block", "mxfp8", "nvfp4 gradient", "row", "tensor")
+THROUGH_AN_INDEX = FEW[:-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(build_ahead):
+    def calls():
+        offsets, index = offsets_of([33, 31]), an_index(64, 70)
+        for which, axes in product(QUANTIZERS, AXES.values()):
+            yield partial(check_rows, ordinary(64, 48, FP16), which, axes, offsets)
+            for ends in (None, offsets):
+                yield partial(check_rows, ordinary(64, 48), which, axes, ends)
+                if which in THROUGH_AN_INDEX:
+                    yield partial(check_rows, ordinary(70, 48), which, axes, ends, index)
+        for which, axes, transposed in product(WEIGHTS, AXES.values(), (False, True)):
+            yield partial(check_weight, weight_like((2, 48, 64), transposed=transposed), which, axes)
+        for which, axes, halves in product(PACKED, AXES.values(), (False, True)):
+            yield partial(check_packed, ordinary(64, 128), which, offsets, axes=axes, halves=halves)
+
+    build_ahead(lambda: kernels_of(calls()))
 
 
 # ---- rows
@@ -88,7 +110,7 @@ def test_rows_without_experts(which, axes):
 
 
 @of_axes
-@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 gradient", "row"])
+@pytest.mark.parametrize("which", THROUGH_AN_INDEX)
 def test_rows_through_an_index(which, axes):
     """The index of a row without an expert is not read."""
     tokens, index = (values if which == "block" else ordinary)(70, 160), an_index(210, 70)
@@ -282,15 +304,6 @@ def test_packed_weights(experts, lines, columns, axes, halves):
 
 
 # ---- on a GPU
-
-
-@needs_gpu
-@pytest.mark.parametrize("which", ["block", "mxfp8", "nvfp4 gradient", "row"])
-def test_full_size(which):
-    rows, columns, experts = 65_536, 2048, 128
-    x = torch.randn(rows, columns, device=DEVICE).to(BF16)
-    for splits in ([rows // experts] * experts, [0] * 5 + [rows - 77] + [0] * 122):
-        check_rows(x, which, (-1, -2), offsets_of(splits))
 
 
 @needs_gpu

@@ -4,10 +4,9 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
 from kit.poison import nan_in_new_tensors
-from kit.routers import CASES, check_choices, exact_logits, operands, relative, routed, values
+from kit.routers import CASES, check_choices, operands, relative, routed, values
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import DEFAULT
@@ -26,17 +25,6 @@ CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @CASE
 def test_choices_weights_counts_and_sums(case, tokens):
     check_choices(case, tokens)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "gpt-oss"])
-def test_logits_are_as_accurate_as_in_fp32(name):
-    case = CASES[name]
-    x, weight, bias, correction = operands(case, 4096, 4096)
-    exact = exact_logits(x, weight, bias)
-    plain = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
-    logits = routed(case, x, weight, bias, correction, sums=False).logits
-    ours, theirs = relative(logits, exact), relative(plain, exact)
-    assert ours <= 2 * theirs, (ours, theirs)
 
 
 def incoming(case, tokens, logits, index, others):

@@ -1,6 +1,6 @@
 """Every way into ``fp8_block`` is planned with the FP8 kernels of Hopper, on a machine without a GPU.
 
-tests/gpu/test_fp8_ways.py runs these plans.
+tests/gpu/test_fp8_training.py runs such layers.
 """
 
 import importlib
