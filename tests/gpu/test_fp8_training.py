@@ -145,37 +145,6 @@ def test_weights_are_quantized_once_per_optimizer_step(optimizer, into_main_grad
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["resharded after forward", "kept for backward"])
-@EACH
-def test_sharded_layers_have_the_same_gradients(recipe, reshard, one_rank, monkeypatch):
-    """Parameters in fp32 that are gathered in bf16; each time, the gathered weight is quantized."""
-    fsdp = pytest.importorskip("torch.distributed.fsdp")
-    whole, (x, dy) = moe(), tokens()
-    layer = copy.deepcopy(whole).float()
-    mesh = dist.init_device_mesh(DEVICE.type, (1,))
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    counted = count_quantized_weights(monkeypatch)
-    for _ in range(2):
-        with fm.recipe(recipe), fm.strict():
-            want = outcome(whole, x, dy)
-            launches = len(counted)
-            leaf = x.detach().requires_grad_()
-            y = layer(leaf)
-            y.backward(dy)
-        assert len(counted) >= launches + 2, "each gathered weight is quantized"
-        got = {"y": y.detach(), "x": leaf.grad}
-        got |= {name: p.grad.full_tensor() for name, p in layer.named_parameters()}
-        assert_equal(got, {name: t if name in ("y", "x") else t.float() for name, t in want.items()})
-        assert fm.weight_cache_bytes(layer) == 0 or not reshard
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for p, q in zip(whole.parameters(), layer.parameters(), strict=True):
-                p.copy_(q.full_tensor())
-
-
 # ---- frozen weights
 
 
@@ -310,3 +279,37 @@ def test_the_demo_compares_recipes_with_every_step_fused(tmp_path, capsys):
     assert len({run["held_out_bits_per_byte"] for run in runs.values()}) == 3
     for recipe in RECIPES:
         assert re.search(rf"^\| `{re.escape(recipe)}` \| [\d.]+ \| [+-][\d.]+ %", printed, re.MULTILINE), printed
+
+
+# ---- FSDP2
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded after forward", "kept for backward"])
+@EACH
+def test_sharded_layers_have_the_same_gradients(recipe, reshard, one_rank, monkeypatch):
+    """Parameters in fp32 that are gathered in bf16; each time, the gathered weight is quantized."""
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    whole, (x, dy) = moe(), tokens()
+    layer = copy.deepcopy(whole).float()
+    mesh = dist.init_device_mesh(DEVICE.type, (1,))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+    fsdp.fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    counted = count_quantized_weights(monkeypatch)
+    for _ in range(2):
+        with fm.recipe(recipe), fm.strict():
+            want = outcome(whole, x, dy)
+            launches = len(counted)
+            leaf = x.detach().requires_grad_()
+            y = layer(leaf)
+            y.backward(dy)
+        assert len(counted) >= launches + 2, "each gathered weight is quantized"
+        got = {"y": y.detach(), "x": leaf.grad}
+        got |= {name: p.grad.full_tensor() for name, p in layer.named_parameters()}
+        assert_equal(got, {name: t if name in ("y", "x") else t.float() for name, t in want.items()})
+        assert fm.weight_cache_bytes(layer) == 0 or not reshard
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for p, q in zip(whole.parameters(), layer.parameters(), strict=True):
+                p.copy_(q.full_tensor())

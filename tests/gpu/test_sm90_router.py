@@ -1,10 +1,12 @@
 """The router on Hopper: its kernels against autograd in fp64, between NaN; its place in a layer."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
+from kit.hopper_products import kernels_of
 from kit.poison import nan_in_new_tensors
 from kit.routers import CASES, check_choices, operands, relative, routed, values
 
@@ -19,6 +21,11 @@ pytestmark = needs_hopper
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 CASE = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def built(build_ahead):
+    build_ahead(lambda: kernels_of([partial(check_choices, case, 33) for case in CASES.values()]))
 
 
 @pytest.mark.parametrize("tokens", [33, 5000])
