@@ -76,14 +76,15 @@ def test_offsets_are_those_of_plain_pytorch(kind):
 # ---- slots
 
 
-def check_route(index, experts, rows=None):
+def check_route(index, experts, rows=None, dtype=FP32):
     """Splits, weights, places and offsets are those of a stable sort; ``rows``: fewer than there are slots."""
     chosen = index.shape[1]
-    weight = torch.rand(index.shape, device=DEVICE)
+    weight = torch.rand(index.shape, device=DEVICE).to(dtype)
     with nan_in_new_tensors():
         run = bind_route(index, weight, experts, **({} if rows is None else {"num_rows": rows}))
         splits, probs, row_of_slot, slot_of_row, token_of_row, offsets = run(index, weight)
     want_slot, want_row, want_splits = sort_by_expert(index, experts, rows)
+    assert probs.dtype is dtype
     assert torch.equal(splits, want_splits)
     assert torch.equal(offsets, want_splits.cumsum(0).int())
     assert torch.equal(row_of_slot, want_row)
@@ -96,8 +97,8 @@ def check_route(index, experts, rows=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_are_sorted_as_by_plain_pytorch(kind):
-    for experts, (tokens, chosen), dtype in pairwise(EXPERTS, SIZES, INTEGERS):
-        check_route(ids(tokens, chosen, experts, kind, dtype, seed=tokens), experts)
+    for experts, (tokens, chosen), dtype, of_weight in pairwise(EXPERTS, SIZES, INTEGERS, (FP32, BF16, FP16)):
+        check_route(ids(tokens, chosen, experts, kind, dtype, seed=tokens), experts, None, of_weight)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,16 +108,6 @@ def test_fewer_rows_than_slots(tokens, chosen, experts, kind):
     used = int(sort_by_expert(index, experts)[2].sum())
     for rows in {1, slots // 3, max(used - 1, 1), max(used, 1), min(used + 2, slots), slots - 1}:
         check_route(index, experts, rows)
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_weights_of_any_dtype(dtype):
-    index = ids(300, 4, 16, "sentinels")
-    weight = torch.rand(300, 4, device=DEVICE).to(dtype)
-    _, probs, row_of_slot, *_ = bind_route(index, weight, 16)(index, weight)
-    assert probs.dtype is dtype
-    chosen = row_of_slot < 1200
-    assert torch.equal(probs[row_of_slot[chosen]], weight[chosen])
 
 
 # ---- rows and slots

@@ -34,7 +34,7 @@ def test_choices_weights_counts_and_sums(case, tokens):
     check_choices(case, tokens)
 
 
-def incoming(case, tokens, logits, index, others):
+def incoming(case, tokens, others):
     generator = torch.Generator(DEVICE).manual_seed(1)
     experts, choice = case[:2]
     shapes = (tokens, choice.top_k), (tokens, experts), (experts,), ()
@@ -53,7 +53,7 @@ def test_gradients(case, tokens, others):
     x, weight, bias, correction = operands(case, tokens, 512)
     index, weights, logits, counts, _ = routed(case, x, weight, bias, correction)
     row_of_slot = kernels.bind_route_counted(index, weights, experts)(index, weights, counts)[2]
-    g, *rest = incoming(case, tokens, logits, index, others)
+    g, *rest = incoming(case, tokens, others)
     rows = torch.empty(g.numel(), device=DEVICE)
     rows[row_of_slot.flatten()] = g.flatten()
 
