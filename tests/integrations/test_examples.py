@@ -1,7 +1,4 @@
-"""The scripts of examples/: each runs on a CPU, and does what its text says.
-
-third_party_rule/ has tests of its own.
-"""
+"""The scripts of examples/: each runs on a CPU, and does what its text says."""
 
 import importlib.util
 import os
@@ -22,19 +19,13 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 
-def load(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their annotations up there
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[path.stem]
-    return module
-
-
 def example(name):
-    return load(EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, module)  # dataclasses look their annotations up there
+        spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(autouse=True)
@@ -65,15 +56,11 @@ def test_every_example_is_listed():
 
 
 @pytest.fixture(scope="module")
-def qwen3():
-    find = importlib.util.find_spec
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        pytest.importorskip("accelerate")
-        # peft, which Trainer imports where it is installed, takes the recipes of Transformer Engine for all of it
-        absent = "transformer_engine"
-        patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
+def qwen3(peft):
+    """peft is imported where it is installed."""
+    pytest.importorskip("accelerate")
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that transformers imports
-        pytest.importorskip("transformers")
         return example("qwen3_moe_trainer")
 
 
@@ -91,10 +78,8 @@ def test_the_trainer_learns_the_same_with_either_experts(qwen3, capsys):
     # each ran the experts that it was asked for
     (group,) = ours.explanation.groups
     assert (group.kind, len(group.names)) == ("Qwen3MoeExperts", 2)
-    assert {"GroupedLinear", "SwiGLU"} <= {op.split(".")[1] for step in group.explanation.steps for op in step.ops}
     assert eager.explanation.groups == ()
     assert printed.count(str(ours.explanation)) == 1
-    assert f"{ours.before:.4f} before, {ours.after:.4f} after" in printed
 
 
 # ---- gpt_oss_logits -------------------------------------------------------------------------------------------------
@@ -137,33 +122,7 @@ def test_the_activation_and_its_rules():
     assert min(result["norms"]) > 0.1  # zeros would be as far off as they are long
 
 
-@pytest.mark.parametrize(("fused", "trained_scale"), [(False, False), (True, False), (True, True)])
-def test_the_activation_alone(fused, trained_scale):
-    module = example("custom_activation")
-    torch.manual_seed(0)
-    chain = fm.Sequential(module.SoftcapSwiGLU(0.5), fm.Scale("probs"))
-    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    probs = torch.rand(5, dtype=torch.float64, requires_grad=trained_scale)
-    with fm.register(*module.RULES if fused else ()):
-        assert len(rules_of(chain.explain(x, probs=probs))) == 2 * fused
-        assert torch.autograd.gradcheck(lambda x, p: chain(x, probs=p), (x, probs))
-        y = chain(x, probs=probs)
-        gate, up = x.chunk(2, dim=-1)
-        expected = 0.5 * torch.tanh(gate * torch.sigmoid(gate) * up / 0.5) * probs[:, None]
-        torch.testing.assert_close(y, expected)
-
-
 # ---- reading_explain ------------------------------------------------------------------------------------------------
-
-
-# the steps that each change fuses, and the number of those left; the labels are those of the new chain
-STORY = (
-    ({"0.GroupedLinear", "0.Wgrad", "0.Dgrad"}, 8),
-    ({"2.SwiGLU", "2.DSwiGLU", "4.GroupedLinear", "4.Wgrad", "4.Dgrad"}, 3),
-    ({"0.GroupedLinear + 1.SwiGLU"}, 3),
-    ({"2.Wgrad", "2.Dgrad + 1.DSwiGLU"}, 3),
-    ({"0.GroupedLinear + 1.SwiGLU + 2.Scale", "3.Dgrad + 2.ScaleGrad + 2.DScale + 1.DSwiGLU"}, 0),
-)
 
 
 def test_the_story(capsys):
@@ -172,13 +131,9 @@ def test_the_story(capsys):
     assert [bool(chapter.strict_error) for chapter in told] == [True, True, False, False, False, False]
     assert "0.GroupedLinear" in told[0].strict_error
     explained = [chapter.explanation for chapter in told]
-    first, *others = explained
-    assert not rules_of(first)
-    for explanation, (fused, left) in zip(others, STORY, strict=True):
-        found = {" + ".join(step.ops) for step in explanation.steps if step.rule}
-        assert fused <= found, explanation
-        assert sum(step.rule is None for step in explanation.steps) == left, explanation
-        assert all(rule.startswith("sm90.") for rule in rules_of(explanation))
+    assert not rules_of(explained[0])
+    assert all(rule.startswith("sm90.") for explanation in explained for rule in rules_of(explanation))
+    assert [sum(step.rule is None for step in e.steps) for e in explained[1:]] == [8, 3, 3, 3, 0]
     assert len(explained[-1].steps) == 6
     assert "raise_if_missed() raises:" in printed
     assert told[0].strict_error in printed

@@ -1,8 +1,11 @@
 """The Hopper rules that compute while tokens travel have the bits of separate steps: ranks on a CPU, with stand-ins."""
 
+import contextlib
+
 import pytest
 import torch
 from kit import hopper_ranks as hopper
+from kit.compare import pairwise
 from kit.expert_parallel_ranks import alone, on_each
 from kit.hopper_ranks import MOST, OTHERS, OVERLAPS
 
@@ -14,12 +17,18 @@ pytestmark = pytest.mark.distributed
 EVEN, UNEVEN = (50, 50), (37, 50)
 
 
-@on_each
-def compare(ep, tokens, training=True, main_grad=False, divided=None, mixed=False):
-    """Results with all overlaps, which are those without them bit for bit; and the names of the rules that ran.
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("buffers"))
 
-    ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``mixed``: only
-    rank 0 has the overlaps, and its exchanges are those of the other rank.
+
+@on_each
+def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None):
+    """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
+    ranges of rows, and the numbers of these ranges.
+
+    ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
+    rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import beside
@@ -32,18 +41,25 @@ def compare(ep, tokens, training=True, main_grad=False, divided=None, mixed=Fals
     count = tokens[ep.rank]
     with fm.disabled(*OVERLAPS):
         expected = hopper.trained(hopper.layer(ep, main_grad), count, training)
-    kernels.calls.clear()
-    made = hopper.layer(ep, main_grad)
-    with fm.disabled(*(OVERLAPS if mixed and ep.rank else OTHERS)):
-        got = hopper.trained(made, count, training)
-        called = [name for name, _ in kernels.calls]
+    with contextlib.ExitStack() as stack:
+        other = ep
+        if symmetric is not None:
+            stack.enter_context(hopper.on_cpus(*symmetric))
+            other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST)
+        stack.enter_context(fm.disabled(*disabled[ep.rank]))
+        for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
+            kernels.calls.clear()
+            made = hopper.layer(other, main_grad)
+            got = hopper.trained(made, count, training)
+        calls = [*kernels.calls]
         used = hopper.rules_of(made, count, training)
     assert got.keys() == expected.keys()
     assert len(got) > 3 or not training
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
         assert value.float().norm() > 0 or not value.numel() or min(tokens) == 0, name
-    return used, called.count("row_ranges")
+    ranges = {what["of_launch"] for name, what in calls if name == "ranges"}
+    return used, sum(name == "row_ranges" for name, _ in calls), ranges
 
 
 AGREED, MOST_TOKENS = {}, {"max_tokens": MOST}
@@ -66,36 +82,28 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_have_the_bits_of_separate_steps(hopper_ranks, case):
     size, settings, tokens, options, rules, launches = case
-    for used, launched in hopper_ranks.run(compare, size, settings, tokens, **options)[:size]:
+    for used, launched, _ in hopper_ranks.run(compare, size, settings, tokens, **options)[:size]:
         assert used == rules
         assert launches in (None, launched)
 
 
 def test_ranks_may_choose_different_steps(hopper_ranks):
-    (first, _), (second, _), *_ = hopper_ranks.run(compare, 2, MOST_TOKENS, EVEN, mixed=True)
+    (first, *_), (second, *_), *_ = hopper_ranks.run(compare, 2, MOST_TOKENS, EVEN, disabled=(OTHERS, OVERLAPS))
     assert first == OVERLAPS.keys()
     assert not second
 
 
-@on_each
-def fewer_rows_than_experts(ep):
-    """A rank's plan for its one token, made when the other had many tokens, is also that for one token of each."""
-    hopper.stand_ins()
-    made = fm.MoE(hopper.HIDDEN, hopper.INTERMEDIATE, 128, hopper.CHOSEN, dtype=hopper.BF16, expert_parallel=ep)
-    generator, different = torch.Generator().manual_seed(ep.rank), []
-    for count in ((1, 300)[ep.rank], 1):
-        x = torch.randn(count, hopper.HIDDEN, generator=generator).to(hopper.BF16)
-        with torch.no_grad(), fm.disabled(*OTHERS):
-            got, used = made(x), {step.rule for step in made.explain(x).steps}
-        with torch.no_grad(), fm.disabled(*OVERLAPS):
-            different.append(not torch.equal(got, made(x)))
-    return different, used & OVERLAPS.keys()
-
-
-def test_fewer_rows_than_experts(hopper_ranks):
-    for different, used in hopper_ranks.run(fewer_rows_than_experts, 2, None)[:2]:
-        assert different == [False, False]
-        assert used
+# with two ranks and two chosen experts, a rank wants three quarters of the tokens
+@pytest.mark.parametrize(("disabled", "tokens", "few"), pairwise(
+    [(OVERLAPS, OVERLAPS), (OTHERS, OTHERS), (OTHERS, OVERLAPS), (OVERLAPS, OTHERS)],
+    [(50, 50), (37, 50), (0, 41)], [0.5, 0.8],
+), ids=lambda given: str(given)[:30])  # fmt: skip
+def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, disabled, tokens, few):
+    found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, disabled=disabled, symmetric=(folder, few))[:2]
+    for (used, _, ranges), without in zip(found, disabled, strict=True):
+        assert bool(used) == (without is OTHERS)
+        rows_leave, rows_arrive = {1}, {3} if few < 0.75 else {1}
+        assert ranges == (rows_leave | rows_arrive if used else set())
 
 
 class Lending(AllGather):

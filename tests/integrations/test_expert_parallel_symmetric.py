@@ -2,16 +2,13 @@
 streams is in order.
 """
 
-import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from kit import hopper_ranks as hopper
-from kit.compare import pairwise
 from kit.expert_parallel_ranks import on_each
-from kit.hopper_ranks import MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric, torch_symmetric
@@ -26,76 +23,6 @@ def folder(tmp_path_factory):
 
 def symmetric_of(ep, max_tokens):
     return fm.ExpertParallel(ep.group, "symmetric", max_tokens=max_tokens)
-
-
-@on_each
-def layers(ep, folder, tokens, disabled, few=symmetric.FEW):
-    """A layer by both engines, the latter with some rules disabled on each rank: the names that differ, the rules that
-    overlap, and how many ranges of rows the launches of their products had.
-    """
-    kernels = hopper.stand_ins()
-    count = tokens[ep.rank]
-    with hopper.on_cpus(folder, few):
-        other = symmetric_of(ep, MOST)
-        with fm.disabled(*OVERLAPS):
-            want = hopper.trained(hopper.layer(ep), count)
-        kernels.calls.clear()
-        with fm.disabled(*disabled[ep.rank]):
-            for _ in range(2):  # the second layer finds the buffers of the first
-                made = hopper.layer(other)
-                got = hopper.trained(made, count)
-            used = hopper.rules_of(made, training=False)
-    assert got.keys() == want.keys()
-    assert len(got) > 3
-    of_launches = {what["of_launch"] for name, what in kernels.calls if name == "ranges"}
-    return [name for name, value in want.items() if not torch.equal(got[name], value)], used, of_launches
-
-
-CASES = {
-    "plain steps": (OVERLAPS, OVERLAPS),
-    "overlaps": (OTHERS, OTHERS),
-    "overlaps on one rank": (OTHERS, OVERLAPS),
-    "overlaps on the other": (OVERLAPS, OTHERS),
-}
-
-
-# with two ranks and two chosen experts, a rank wants three quarters of the tokens
-@pytest.mark.parametrize(("case", "tokens", "few"), pairwise(
-    [*CASES], [(50, 50), (37, 50), (0, 41)], [0.5, 0.8]
-), ids=str)  # fmt: skip
-def test_layers_have_the_bits_of_allgather(hopper_ranks, folder, case, tokens, few):
-    found = hopper_ranks.run(layers, 2, MOST, folder, tokens, CASES[case], few)[:2]
-    for (different, used, of_launches), disabled in zip(found, CASES[case], strict=True):
-        assert not different
-        assert bool(used) == (disabled is OTHERS)
-        rows_leave, rows_arrive = {1}, {3} if few < 0.75 else {1}
-        assert of_launches == (rows_leave | rows_arrive if used else set())
-
-
-def test_four_ranks(hopper_ranks, folder):
-    disabled = OTHERS, OVERLAPS, OTHERS, OTHERS
-    for different, used, _ in hopper_ranks.run(layers, 4, MOST, folder, (50, 37, 0, 44), disabled):
-        assert not different
-        assert used <= OVERLAPS.keys()
-
-
-@on_each
-def error_while_reading(ep, folder):
-    """An error between the barriers of an exchange on rank 0, and the exchange after it."""
-    with hopper.on_cpus(folder):
-        engine = symmetric_of(ep, 4).engine
-        x = torch.full((4, 8), float(ep.rank))
-        with contextlib.ExitStack() as stack:
-            if ep.rank == 0:
-                stack.enter_context(mock.patch.object(symmetric, "_read", side_effect=MemoryError))
-                stack.enter_context(pytest.raises(MemoryError))
-            engine.gather([x], 4)
-        return engine.gather([x + 1], 4)[0].tolist()
-
-
-def test_the_barriers_match_after_an_error_on_one_rank(hopper_ranks, folder):
-    want = [[1.0] * 8] * 4 + [[2.0] * 8] * 4
-    assert hopper_ranks.run(error_while_reading, 2, None, folder)[:2] == [want, want]
 
 
 @on_each

@@ -1,6 +1,7 @@
 """``fusedmoe explain CONFIG``: models of transformers from their configuration, without memory for parameters."""
 
 import json
+import sys
 
 import pytest
 import transformers
@@ -74,9 +75,6 @@ QUANTIZED_BY = "the checkpoint is quantized by {}, and fusedmoe has no kernels f
 # changes, options, whether strict finds everything fused, the text and the messages of strict
 CONFIGURATIONS = {
     "fp8_block": ({}, ["--recipe", "fp8_block"], True, ["recipe fp8_block", "sm90.fp8_grouped_gemm_activation"], ""),
-    "mxfp8": (
-        {}, ["--recipe", "mxfp8"], True, ["sm90.dequantized_gemm", "no kernel multiplies rows in mxfp8 e4m3 1x32"], "",
-    ),
     "float32": ({"torch_dtype": "float32"}, [], False, [", float32\n"], "input is float32, not bfloat16 or float16"),
     "float32, asked": ({"torch_dtype": "float32"}, ["--dtype", "bfloat16"], True, [", bfloat16\n"], ""),
     "fp8": (
@@ -89,7 +87,6 @@ CONFIGURATIONS = {
         ["FP8Experts: its weights are quantized to torch.float8_e4m3fn"], "not planned: FP8Experts: its weights are",
     ),
     "experts in bf16": ({"quantization_config": FP8 | {"modules_to_not_convert": ["experts"]}}, [], True, [FUSED], ""),
-    "fp8, dequantized": ({"quantization_config": FP8 | {"dequantize": True}}, [], True, [FUSED], ""),
     **{
         method: (
             other(method), [], False, [QUANTIZED_BY.format(method)],
@@ -97,10 +94,6 @@ CONFIGURATIONS = {
         )
         for method in ("mxfp4", "newest")
     },
-    "no method": (
-        {"quantization_config": {"load_in_4bit": True}}, [], False, [QUANTIZED_BY.format("bitsandbytes")],
-        "remove quantization_config",
-    ),
     "null": ({"quantization_config": None}, [], True, [FUSED], ""),
     "an unknown activation": (
         {"hidden_act": "mish"}, [], True, ["4 of 5 fused  8 of 9 fused"],
@@ -128,9 +121,6 @@ def test_json(config, no_memory, explain):
     assert group["names"] == [f"model.layers.{i}.mlp.experts" for i in (0, 2, 3)]
     (plan,) = group["plans"]
     assert not any(step["ops"][0].endswith("Wgrad") for step in plan["steps"])
-    found = json.loads(explain(config(hidden_act="mish"), "--json")[1])
-    assert found["without_kernel"] == {"no fused kernel (not an op: splits the chain)": ["activation.ModelFunction"]}
-    assert found["groups"][0]["modules"] == ["module activation: ModelFunction: not an op: splits the chain"]
 
 
 def test_a_dense_model_has_nothing_to_fuse(tmp_path, no_memory, explain):
@@ -145,17 +135,13 @@ def test_llama4(tmp_path, no_memory, explain):
     small = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_attention_heads": 2}
     config = transformers.Llama4TextConfig(num_hidden_layers=2, num_local_experts=4, num_key_value_heads=2, **small)
     config.save_pretrained(tmp_path)
-    code, out, _ = explain(tmp_path, "--dtype", "bfloat16")
-    assert code == 0
-    assert "sm90.grouped_gemm_activation" in out
+    assert "sm90.grouped_gemm_activation" in explain(tmp_path, "--dtype", "bfloat16")[1]
 
 
 TWO_LAYERS = {"text_config": {"num_hidden_layers": 2}}
 NOT_CAUSAL = {  # what their small configurations have: the defaults of some are those of no model
     "aria": TWO_LAYERS,
-    "qwen3_vl_moe": TWO_LAYERS,
     "openai_privacy_filter": {"num_hidden_layers": 2},
-    "glm5_next": {"num_hidden_layers": 4, "layer_types": None, "mlp_layer_types": ["dense", *["sparse"] * 3]},
     "qwen3_omni_moe": {
         "thinker_config": TWO_LAYERS,
         "talker_config": {
@@ -183,8 +169,8 @@ def test_a_family_that_is_no_causal_language_model(family, tmp_path, no_memory, 
     ('{"hidden_size": 8}', "got no model_type in it"),
     ('{"model_type": "qwen3_mo"}', "has, got 'qwen3_mo'; did you mean 'qwen3_moe'? A model whose code comes with"),
     ('{"model_type": "qwen3_moe", "quantization_config": "fp8"}', "quantization_config: expected an object, got 'fp8'"),
-    ('{"model_type": "blip_text_model"}', "transformers cannot build a model from BlipTextConfig alone"),
     ('{"model_type": "qwen3_moe", "num_attention_heads": 0}', "transformers cannot"),
+    ('{"model_type": "blip_text_model"}', "transformers cannot build a model from BlipTextConfig alone"),
     ({"num_experts": 8, "num_experts_per_tok": 9}, "experts per token: expected 1 to 8, got 9\n"),
 ])  # fmt: skip
 def test_what_is_no_configuration(config, tmp_path, explain, content, message):
@@ -199,23 +185,18 @@ def test_what_is_no_configuration(config, tmp_path, explain, content, message):
 
 
 def test_a_folder_that_is_no_model(tmp_path, explain):
-    code, _, err = explain(tmp_path)
-    assert (code, "the directory has no config.json" in err) == (1, True)
-
-
-def test_names(monkeypatch, explain, capsys):
-    """Nothing is downloaded."""
+    assert "the directory has no config.json" in explain(tmp_path)[2]
     with pytest.raises(SystemExit):
         explain("")
-    assert "error: CONFIG: expected a path or a name, got an empty one" in capsys.readouterr().err
+
+
+def test_nothing_is_downloaded(monkeypatch, explain):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("connected"))
     code, _, err = explain("nobody/no-such-model")
-    assert code == 1
-    assert "nobody/no-such-model: no such file or directory, nor a model in the local cache" in err
+    assert (code, "nobody/no-such-model: no such file or directory, nor a model" in err) == (1, True)
 
 
 def test_without_transformers(monkeypatch, explain):
-    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     code, _, err = explain("config.json")
-    assert code == 1
-    assert "config.json: needs transformers 5.7 or later" in err
+    assert (code, "config.json: needs transformers 5.7 or later" in err) == (1, True)

@@ -4,10 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from kit.compare import assert_bitwise, assert_close
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -22,7 +20,6 @@ FIRST = 2 * R * H * 2 * I
 # without CUDA in its build, torch makes no FakeTensor on a GPU that requires a gradient, not for torch.nn.Linear either
 # autograd asks the driver for the device of a fake CUDA tensor, so that its gradients take a GPU
 FAKE_DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 
 
 def mlp(bias=False, dtype=torch.float32, device="cpu"):
@@ -55,8 +52,8 @@ def of_mlp(dtype=torch.float32, bias=False):
     return lambda: seq(x, splits=splits())
 
 
-def of_moe(shared):
-    moe, x = fm.MoE(H, I, E, 2, shared_intermediate=shared), rows()
+def of_moe():
+    moe, x = fm.MoE(H, I, E, 2, shared_intermediate=I), rows()
     return lambda: moe(x)
 
 
@@ -76,18 +73,6 @@ def of_op():
     return lambda: op(x, splits=splits())
 
 
-def of_dense():
-    dense, x = fm.Linear(H, I), rows()
-    return lambda: dense(x)
-
-
-def with_other_parameters():
-    """The second weight has no gradient."""
-    weights = {"0.weight": torch.randn(E, 2 * I, H, requires_grad=True), "2.weight": torch.randn(E, H, I)}
-    seq, x = mlp().without_parameters(), rows()
-    return lambda: seq.forward_with(weights, x, splits=splits())
-
-
 ROUTER = 2 * R * H * E
 # the products over all rows, forward and backward
 FLOPS = {
@@ -95,45 +80,15 @@ FLOPS = {
     "bf16 with biases": (lambda: of_mlp(torch.bfloat16, True), FORWARD, 2 * FORWARD),
     "rows without a gradient": (lambda: of_frozen(True, False), FORWARD, 2 * FORWARD - FIRST),
     "frozen": (lambda: of_frozen(False, True), FORWARD, FORWARD),
-    "MoE": (lambda: of_moe(None), ROUTER + 2 * FORWARD, 2 * (ROUTER + 2 * FORWARD)),
-    "shared expert": (lambda: of_moe(I), ROUTER + 3 * FORWARD, 2 * (ROUTER + 3 * FORWARD)),
+    "MoE": (of_moe, ROUTER + 3 * FORWARD, 2 * (ROUTER + 3 * FORWARD)),
     "op": (of_op, 2 * R * H * I, 4 * R * H * I),
-    "dense": (of_dense, 2 * R * H * I, 4 * R * H * I),
     "checkpoint": (of_checkpoint, FORWARD, 3 * FORWARD),
-    "other parameters": (with_other_parameters, FORWARD, 2 * FORWARD - 2 * R * I * H),
 }
 
 
 @pytest.mark.parametrize(("make", "forward", "backward"), FLOPS.values(), ids=FLOPS)
 def test_flops(make, forward, backward):
     assert count(make()) == (forward, backward)
-
-
-def test_a_counter_names_the_modules_and_may_be_around_the_backward_pass_alone():
-    seq = mlp()
-    with FlopCounterMode(display=False) as counter:
-        y = seq(rows(), splits=splits()).sum()
-    counts = {name: sum(of.values()) for name, of in counter.get_flop_counts().items()}
-    assert counts["Sequential.0"] == FIRST
-    assert counts["Sequential.2"] == 2 * R * I * H
-    with FlopCounterMode(display=False) as counter:
-        y.backward()
-    assert counter.get_total_flops() == 2 * FORWARD
-
-
-def test_a_counter_changes_no_result():
-    seq, x = mlp(True), rows()
-    found = []
-    for context in (contextlib.nullcontext(), FlopCounterMode(display=False), contextlib.nullcontext()):
-        seq.zero_grad()
-        x.grad = None
-        with context:
-            y = seq(x, splits=splits())
-            y.square().sum().backward()
-        found.append([y.detach(), x.grad, *(p.grad for p in seq.parameters())])
-    before, under, after = found
-    assert_close(under, before, rtol=None, atol=None)
-    assert_close(after, before, rtol=None, atol=None)
 
 
 def test_flops_on_the_meta_device_and_on_fake_tensors():
@@ -167,9 +122,9 @@ def modules(dtype=torch.float32, device="cpu"):
     yield fm.Sequential(nn.LayerNorm(H, **how), *mlp(False, dtype, device)), given
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("where", ["meta", *(f"fake {device}" for device in FAKE_DEVICES)])
-def test_results_and_gradients_without_values_have_the_shapes_and_dtypes_of_a_run(where, dtype):
+def test_results_and_gradients_without_values_have_the_shapes_and_dtypes_of_a_run(where):
+    dtype = torch.bfloat16
     context, device = (contextlib.nullcontext(), where) if where == "meta" else (FakeTensorMode(), where.split()[1])
     real = [kinds_of_run(module, rows(dtype), inputs)[0] for module, inputs in modules(dtype)]
     with context:
@@ -180,16 +135,7 @@ def test_results_and_gradients_without_values_have_the_shapes_and_dtypes_of_a_ru
             assert y.device.type == device
 
 
-def test_a_module_that_was_called_runs_on_fake_tensors_and_on_values_again():
-    seq, x = mlp(), rows()
-    expected = seq(x, splits=splits())
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        y = seq(mode.from_tensor(x), splits=mode.from_tensor(splits()))
-        assert isinstance(y, FakeTensor)
-    assert_bitwise(seq(x, splits=splits()), expected)
-
-
-@pytest.mark.parametrize("recipe", ["fp8_tensor", FP8Tensor(delayed=Delayed()), "fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", [FP8Tensor(delayed=Delayed()), "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("device", FAKE_DEVICES)
 def test_recipes_on_fake_tensors(recipe, device):
     with FakeTensorMode(), fm.recipe(recipe):
@@ -210,18 +156,3 @@ def test_fake_tensors_on_a_gpu_that_is_not_there():
         y = seq.forward_with(weights, rows(**how, requires_grad=False), splits=splits("cuda"))
     assert (tuple(y.shape), y.dtype, y.device.type) == ((R, H), dtype, "cuda")
     assert counter.get_total_flops() == FORWARD
-
-
-@pytest.mark.parametrize("mode", [contextlib.nullcontext, FakeTensorMode])
-def test_a_memory_tracker_sees_parameters_and_gradients(mode):
-    with mode():
-        module, x = fm.MoE(H, I, E, 2), rows()
-        tracker = MemTracker()
-        tracker.track_external(module, x)
-        with tracker:
-            module(x).sum().backward()
-        (peak,) = tracker.get_tracker_snapshot("peak").values()
-    nbytes = sum(p.nbytes for p in module.parameters())
-    found = {getattr(kind, "value", kind): size for kind, size in peak.items()}
-    assert found["Parameter"] == nbytes
-    assert found["Total"] > 2 * nbytes  # with their gradients, and what is kept for backward

@@ -50,10 +50,3 @@ def test_the_loss_of_one_layer_is_top_k_times_the_layers_own(theirs):
 def test_what_does_not_fit_is_refused(arguments, said):
     with pytest.raises(fm.InputError, match=said):
         fm.transformers_load_balancing_loss(*arguments)
-
-
-def test_the_z_loss_is_that_of_transformers():
-    switch = pytest.importorskip("transformers.models.switch_transformers.modeling_switch_transformers")
-    router = fm.Router(HIDDEN, E, K)
-    routing = router(torch.randn(T, HIDDEN))
-    torch.testing.assert_close(router.stats(routing).z_loss, switch.router_z_loss_func(routing.logits.unsqueeze(0)))

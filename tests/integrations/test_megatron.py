@@ -1,6 +1,5 @@
 """Experts of Megatron-Core."""
 
-import copy
 import importlib.util
 
 import pytest
@@ -127,12 +126,10 @@ CASES = {
     "squared_relu": ("squared_relu", {}, {}),
     "swiglu, bias": ("swiglu", BIAS, {}),
     "gpt-oss, bias": ("gpt-oss", BIAS, {}),
-    "squared_relu, bias": ("squared_relu", BIAS, {}),
     "bf16": ("swiglu", {"params_dtype": BF16, "bf16": True}, {"dtype": BF16}),
     "probabilities on the input": ("swiglu", ON_INPUT, {}),
     "probabilities on the input, bias": ("swiglu", ON_INPUT | BIAS, {}),
     "counts in a list": ("swiglu", {}, {"counts": COUNTS}),
-    "int32 counts": ("swiglu", {}, {"counts": torch.tensor(COUNTS, dtype=torch.int32)}),
     "latent size": ("swiglu", {"hidden_size": 64, "moe_latent_size": HIDDEN}, {}),
 }
 
@@ -151,8 +148,6 @@ def test_a_recipe(megatron):
     got, _ = quantized(x, COUNTS, probs)
     assert torch.equal(got, want)
     assert not torch.equal(plain(x, COUNTS, probs)[0], want)
-    weights = sum(p.numel() for p in quantized.parameters())
-    assert fm.weight_cache_bytes(quantized) >= 2 * weights * 33 // 32
     config = make_config(megatron)
     config.fp8 = "hybrid"  # Transformer Engine's
     module = FusedGroupedMLP(4, config, pg_collection=megatron.ProcessGroupCollection(), recipe="mxfp8")
@@ -218,28 +213,6 @@ def test_explain_of_a_model(megatron):
     x, probs = torch.zeros(18, HIDDEN, requires_grad=True), torch.ones(18, requires_grad=True)
     own = make(megatron, **BIAS).explain(x, [5, 5, 4, 4], probs)
     assert str(group.explanation) == str(own)
-    assert {s.direction for s in group.explanation.steps} == {"forward", "backward"}
-    (plan,) = fm.explain(model["a"].to("meta")).plans
-    assert plan.device == "meta"
-
-
-def test_parameters_may_be_changed_and_replaced(megatron):
-    module = make(megatron, add_bias_linear=True)
-    before = module(*_call())[0]
-    copied = copy.deepcopy(module)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(-0.5)
-    check("swiglu", module)
-    for layer in (module.linear_fc1, module.linear_fc2):
-        layer.weight = torch.nn.Parameter(2 * layer.weight.detach())
-        layer.bias = torch.nn.Parameter(2 * layer.bias.detach())
-    module.zero_grad()
-    check("swiglu", module)
-    assert before.any()
-    assert torch.equal(copied(*_call())[0], before)
-    module.zero_grad()
-    check("swiglu", module.to(torch.bfloat16), torch.bfloat16)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------------------------
@@ -260,12 +233,6 @@ def test_state_dict_has_the_names_of_transformer_engine(megatron):
     torch.nn.ModuleDict({"experts": other}).load_state_dict(state)
     for got, want in zip(other.parameters(), module.parameters(), strict=True):
         assert torch.equal(got, want)
-    packed = {name: 2 * p.detach() for name, p in module.named_parameters()}
-    other.load_state_dict(packed)
-    assert torch.equal(other.linear_fc1.weight, 2 * module.linear_fc1.weight)
-    del state["experts.linear_fc1.weight2"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*linear_fc1\.weight"):
-        torch.nn.ModuleDict({"experts": other}).load_state_dict(state)
 
 
 def tensors(part):
@@ -320,9 +287,6 @@ def test_distributed_checkpoints_with_a_key_for_each_expert(megatron):
     groups = megatron.ProcessGroupCollection(ep=Group(2, 1))
     module = make(megatron, experts=2, groups=groups, expert_model_parallel_size=2)
     found = module.sharded_state_dict("experts.", metadata={"singleton_local_shards": True})
-    for name, parameter in module.named_parameters():
-        factory = found[f"experts.{name}"]
-        assert torch.equal(factory.merge_fn(_data_of(factory.build())), parameter)
     factory = found["experts.linear_fc1.weight"]
     shards = {shard.key: shard.data for shard in tensors(factory.build())}
     names = {f"experts.experts.{e}.linear_fc1.weight_{half}" for e in (2, 3) for half in "wv"}
@@ -460,13 +424,10 @@ def test_a_layer_with_these_experts(sequential):
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"activation_func": torch.tanh}, "activation_func: expected F.silu, quick_gelu, F.gelu or F.relu .* got 'tanh'"),
-    ({"activation_func": F.silu, "gated_linear_unit": False}, "expected squared_relu .*, got 'silu'"),
     ({"activation_func_fp8_input_store": True}, "activation_func_fp8_input_store: expected none, got True"),
     ({"fp8": "hybrid"}, "fp8='hybrid' .* expected a recipe"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
      "recompute_modules: expected nothing within the experts, got moe_act"),
-    ({"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1", "core_attn"]},
-     "offload_modules: expected nothing within the experts, got expert_fc1"),
     ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input: expected with moe_router_topk=1, got 2"),
     ({}, "expected expert_tensor_parallel_size=1, got 2"),
 ])  # fmt: skip

@@ -1,9 +1,6 @@
-"""torch.compile with fullgraph=True: a chain is one operator, results are those of eager mode bit for bit, and whatever
-changes what a chain computes has it traced anew, and nothing else has.
-"""
+"""torch.compile with fullgraph=True: a chain is one operator, with the bits of eager mode."""
 
 import asyncio
-import contextvars
 import copy
 import pickle
 import subprocess
@@ -41,12 +38,6 @@ pytestmark = [
 def mlp(**options):
     torch.manual_seed(0)
     return fm.Sequential(fm.GroupedLinear(E, H, 2 * I, **options), fm.SwiGLU(), fm.GroupedLinear(E, I, H, **options))
-
-
-def with_foreign_modules():
-    torch.manual_seed(0)
-    layers = fm.GroupedLinear(E, H, H), nn.LayerNorm(H), nn.Dropout(0.5), mlp(), nn.GELU(), fm.GroupedLinear(E, H, H)
-    return fm.Sequential(*layers).eval()
 
 
 class Routed(nn.Module):
@@ -93,12 +84,6 @@ def two(second):
     return Two(first, TWO[second](first))
 
 
-def with_a_compiled_part():
-    first = mlp()
-    first.compile(backend="eager", fullgraph=True)
-    return Two(first, mlp(bias=True))
-
-
 def hooked():
     module = mlp()
     module[1].register_forward_hook(lambda op, args, y: y * 2)
@@ -135,14 +120,9 @@ CASES = {
     "routed": (Routed, "fp8_block", None, True),
     "routed, autocast": (Routed, "mxfp8", BF16, True),
     "autocast to fp16": (lambda: mlp(bias=True), "bf16", FP16, True),
-    "foreign modules": (with_foreign_modules, "bf16", None, True),
     "MoE": (lambda: MoE(shared_intermediate=I, shared_gate=True), "bf16", None, True),
-    "MoE, sigmoid": (
-        lambda: MoE(score="sigmoid", num_groups=2, top_groups=1, bias=True, activation="geglu"), "bf16", None, True,
-    ),
     "one op": (lambda: fm.GroupedLinear(E, H, I, bias=True), "bf16", None, False),
     **{f"two, {second}": (partial(two, second), "bf16", None, True) for second in TWO},
-    "a compiled part": (with_a_compiled_part, "bf16", None, True),
     "hooks": (hooked, "bf16", None, True),
 }  # fmt: skip
 
@@ -170,19 +150,6 @@ def test_inductor():
         assert t.abs().sum() > 0
 
 
-def test_values_that_an_op_provides():
-    op = fm.Dispatch(E)
-    index = torch.tensor([[0, 3], [2, 0], [3, 9]])  # the last is a sentinel
-    weights = [torch.rand(3, 2, generator=torch.Generator().manual_seed(0)).requires_grad_() for _ in range(2)]
-    results = []
-    for called, weight in zip((compiled(op, "aot_eager"), op), weights, strict=True):
-        y, provided = called(rows(3), expert_index=index, expert_weight=weight)
-        provided["probs"].square().sum().backward()
-        results.append({"y": y, **provided, "grad": weight.grad})
-    assert not results[0]["splits"].requires_grad
-    assert_bitwise(*results)
-
-
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context):
     module = mlp()
@@ -204,8 +171,9 @@ def test_parameters_that_come_with_the_call():
     assert_bitwise(got | {name: t.grad for name, t in given.items()}, outcome(module, module))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-@pytest.mark.parametrize("make", [mlp, lambda: fm.GroupedLinear(E, H, H)], ids=["Sequential", "one op"])
+@pytest.mark.parametrize(("make", "copied"), [
+    (mlp, lambda m: pickle.loads(pickle.dumps(m))), (lambda: fm.GroupedLinear(E, H, H), copy.deepcopy),
+], ids=["Sequential", "one op"])  # fmt: skip
 def test_a_copy_of_a_module_compiled_in_place_is_a_module_of_its_own(make, copied):
     module = make()
     keys = module.state_dict().keys()
@@ -259,11 +227,8 @@ def test_other_splits_and_new_values_of_weights_take_no_other_graph():
 
 CHANGES = {
     "an attribute": lambda m: setattr(m[1], "limit", 0.05),
-    "another op": lambda m: m.__setitem__(1, fm.GeGLU()),
     "another class": lambda m: setattr(m[1], "__class__", fm.ReGLU),  # as torch.nn.utils.parametrize does it
     "one more op": lambda m: m.append(fm.GroupedLinear(E, H, H)),
-    "one op less": lambda m: m.__delitem__(2),
-    "another foreign module": lambda m: m.append(nn.Tanh()),
     "a recipe of its own": lambda m: setattr(m[0], "recipe", "fp8_row"),
     "no bias": lambda m: setattr(m[2], "bias", None),
     "another weight": lambda m: setattr(m[2], "weight", nn.Parameter(m[2].weight.detach().flip(0))),
@@ -279,18 +244,6 @@ def test_a_change_is_followed(change):
     got = outcome(module, called)
     assert_bitwise(got, outcome(module, module))
     assert not (got["y"].shape == before["y"].shape and torch.equal(got["y"], before["y"]))
-
-
-def test_freezing_and_thawing():
-    module = mlp()
-    called = compiled(module, "aot_eager")
-    everything = outcome(module, called)
-    module[2].weight.requires_grad_(False)
-    part = outcome(module, called)
-    assert part.keys() == everything.keys() - {"2.weight"}
-    assert_bitwise(part, {name: everything[name] for name in part})
-    module[2].weight.requires_grad_(True)
-    assert_bitwise(outcome(module, called), everything)
 
 
 def test_the_settings_of_every_call_hold():
@@ -334,15 +287,10 @@ def test_rules_and_strict_are_followed():
         assert_bitwise(called(x, splits=SPLITS), plain)
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ({"x": torch.zeros(ROWS, 15)}, r"0\.GroupedLinear.*x: expected shape \(rows, 16\), got \(12, 15\)"),
-    ({"splits": None}, "the runtime input 'splits' is missing, which"),
-])  # fmt: skip
-def test_wrong_arguments_are_named(wrong, message):
+def test_wrong_arguments_are_named():
     called = compiled(mlp())
-    given = {"x": rows(), "splits": SPLITS, **wrong}
-    with pytest.raises(Exception, match=message):
-        called(given.pop("x"), **given)
+    with pytest.raises(Exception, match="the runtime input 'splits' is missing"):
+        called(rows(), splits=None)
     assert_bitwise(called(rows(), splits=SPLITS), mlp()(rows(), splits=SPLITS))
 
 
@@ -453,40 +401,6 @@ def test_threads_have_settings_of_their_own(module):
         list(threads.map(work, ("bf16", "mxfp8", "bf16")))
 
 
-def test_the_error_names_both_settings_and_the_next_call_finds_its_own_graph(module):
-    called, want = compiled(module, "aot_eager"), expected(module, grad=True)
-    called(rows(), splits=SPLITS)  # a graph for the default settings, whose key a new thread has
-
-    def twice():
-        with pytest.raises(fm.InputError, match=r"chose a graph for .*does not await") as raised:
-            called(rows(), splits=SPLITS)
-        assert "for recipe Recipe(name='bf16'), strict False; expected one for recipe MXFP8(" in str(raised.value)
-        return called(rows(), splits=SPLITS)
-
-    with fm.recipe("mxfp8"), fm.strict():
-        context = contextvars.copy_context()
-        assert_bitwise(ThreadPoolExecutor(1).submit(context.run, twice).result(), want["mxfp8"])
-
-
-def test_rules_that_another_task_has_switched_off(module):
-    called = compiled(module, "aot_eager")
-
-    async def task(block):
-        with block, torch.no_grad():
-            await asyncio.sleep(0)
-            return [called(rows(), splits=SPLITS) for _ in range(2)]
-
-    async def main():
-        return await asyncio.gather(task(fm.disabled("tests.*")), task(fm.disabled("other")))
-
-    with torch.no_grad():
-        plain = module(rows(), splits=SPLITS)
-        with fm.register(toy.doubled()):
-            without, doubled = asyncio.run(main())
-    assert_bitwise(without, [plain] * 2)
-    assert_bitwise(doubled, [2 * plain] * 2)
-
-
 def gradients(module, call):
     """The gradients of a call in a block, whose backward pass runs after the block."""
     x = rows().clone().requires_grad_()
@@ -523,11 +437,9 @@ def test_what_a_checkpoint_computes_again_after_the_block_is_refused(module, ree
 
 FIRST = """
 import torch, fusedmoe as fm
-torch.manual_seed(0)
-for make in (lambda: fm.Sequential(fm.GroupedLinear(4, 16, 32), fm.SwiGLU()), lambda: fm.GroupedLinear(4, 16, 32)):
-    module, x, splits = make(), torch.randn(12, 16), torch.tensor([3, 4, 0, 4])
-    got = torch.compile(module, backend="eager", fullgraph=True)(x, splits=splits)
-    assert torch.equal(got, module(x, splits=splits)) and got.abs().sum() > 0
+module, x, splits = fm.Sequential(fm.GroupedLinear(4, 16, 32)), torch.randn(12, 16), torch.tensor([3, 4, 0, 4])
+got = torch.compile(module, backend="eager", fullgraph=True)(x, splits=splits)
+assert torch.equal(got, module(x, splits=splits)) and got.abs().sum() > 0
 """
 
 
@@ -535,5 +447,4 @@ for make in (lambda: fm.Sequential(fm.GroupedLinear(4, 16, 32), fm.SwiGLU()), la
 def test_the_first_call_of_a_process_may_be_compiled():
     """In a process of its own: plans of another graph would be there already."""
     folder = Path(fm.__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=False, cwd=folder)
-    assert not done.returncode, done.stderr
+    subprocess.run([sys.executable, "-c", FIRST], check=True, cwd=folder)

@@ -132,18 +132,10 @@ def test_to_blocks(name, interleaved, size):
         assert relative_error(got, want) < 1e-5
 
 
-def test_one_parameter_for_all_experts():
+def test_parameters_are_copies():
     theirs = make_te("ScaledSwiGLU", single_grouped_weight=True, single_grouped_bias=True)
     ours = from_te(theirs)
-    first, _, last = theirs
-    packed = [first.weight, first.bias, last.weight, last.bias]
-    assert all(torch.equal(mine, parameter) for mine, parameter in zip(ours.parameters(), packed, strict=True))
-
-
-@pytest.mark.parametrize("together", [False, True])
-def test_parameters_are_copies(together):
-    theirs = make_te("ScaledSwiGLU", single_grouped_weight=together)
-    ours = from_te(theirs)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
     again = to_te(ours)
     before = [p.detach().clone() for module in (theirs, again) for p in module.parameters()]
     with torch.no_grad():
@@ -169,8 +161,7 @@ def test_settings_of_layers():
 
 def test_a_nested_chain_counts_as_its_ops():
     ours = make_ours("ScaledSwiGLU")
-    nested = fm.Sequential(ours[0], fm.Sequential(ours[1], ours[2]), ours[3])
-    check_same("ScaledSwiGLU", to_te(nested), ours)
+    check_same("ScaledSwiGLU", to_te(fm.Sequential(ours[0], fm.Sequential(ours[1], ours[2]), ours[3])), ours)
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------
@@ -190,7 +181,6 @@ def quantized():
 
 FROM = {
     "expected one of GroupedLinear, .*got torch": torch.nn.Identity,
-    "from_te: 0.SiTUGLU: expected one of GroupedLinear": te.SiTUGLU,
     "scale_bias: expected none.*got True": lambda: te.GroupedLinear(4, 8, 8, scale_bias=True),
     "delay_wgrad_compute: expected none": lambda: te.GroupedLinear(4, 8, 8, delay_wgrad_compute=True),
     "quantized weights: expected none": quantized,
@@ -216,15 +206,10 @@ def test_from_refuses_chains():
 
 TO = [
     ([fm.Scale("probs")], "to_te: 0.Scale: expected an op with an equivalent"),
-    ([torch.nn.Identity()], "to_te: 0.Identity: expected an op"),
-    ([fm.GeGLU("none")], "to_te: 0.GeGLU: expected an op"),
     ([fm.GeGLU("tanh", limit=7.0)], "to_te: 0.GeGLU: expected an op"),
-    ([fm.ReGLU(offset=1.0)], "to_te: 0.ReGLU: expected an op"),
     ([fm.SwiGLU(alpha=2.0)], r"to_te: 0.SwiGLU: expected an op .*got SwiGLU\(alpha=2.0\)"),
-    ([fm.SwiGLU(offset=1.0)], "to_te: 0.SwiGLU: expected an op"),
     ([fm.ReGLU(interleaved=True)], "to_te: 0.ReGLU: expected gate and up as halves"),
     ([fm.GeGLU("tanh"), fm.Scale("probs")], r"GeGLU: expected an op .* and a Scale"),
-    ([fm.SwiGLU(alpha=1.702), fm.Scale("probs")], r"SwiGLU: expected an op .* and a Scale"),
     ([fm.GroupedLinear(4, 8, 8, recipe="mxfp8")], "without a recipe, got recipe='mxfp8'"),
     ([fm.GroupedLinear(4, 8, 8, dtype=torch.float64)], "weight: expected fp32, fp16 or bf16, got .*float64"),
     (make_ours("SwiGLU").without_parameters(), "without a recipe, got no weight"),

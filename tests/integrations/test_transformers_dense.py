@@ -3,22 +3,18 @@
 import copy
 import logging
 import pickle
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.hooks import ModelHook, add_hook_to_module
 from kit.compare import assert_close
 from kit.toy import outcome
 from safetensors import torch as safetensors
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV4Config, GemmaConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV4Config, GemmaConfig, LlamaConfig, LlamaForCausalLM
 from transformers.activations import ACT2FN
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
-from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
 
 import fusedmoe as fm
 from fusedmoe.integrations.transformers import patch_dense, unpatch_dense
@@ -81,9 +77,7 @@ def transposed():
 MLPS = {
     "llama": (llama_mlp, 1),
     "biases": (lambda: llama_mlp(bias=True), 1),
-    "gelu": (lambda: llama_mlp(act="gelu"), 1),
     "gemma": (lambda: GemmaMLP(GemmaConfig(**SIZES)).double(), 1),
-    "shared expert": (lambda: DeepseekV3MLP(DeepseekV3Config(hidden_size=H), intermediate_size=I).double(), 1),
     "gate frozen": (lambda: frozen("gate_proj"), 1),
     "down frozen": (lambda: frozen("down_proj"), 1),
     "shared memory": (lambda: llama_mlp().share_memory(), 2),
@@ -149,27 +143,6 @@ def test_a_weight_changed_before_backward_is_an_error(name):
         y.sum().backward()
 
 
-def test_patched_in_inference_mode():
-    mlp, x = llama_mlp(), rows()
-    want = outcome(mlp, x)
-    with torch.inference_mode():
-        patch_dense(mlp)
-    assert len(memories(mlp)) == 1
-    assert_close(outcome(mlp, x), want)
-
-
-def test_meta_parameters():
-    with torch.device("meta"):
-        mlp = llama_mlp()
-    assert patch_dense(mlp) == 1
-    mlp, x = mlp.to_empty(device="cpu"), rows()
-    for parameter in mlp.parameters():
-        nn.init.normal_(parameter)
-    got = outcome(mlp, x)
-    unpatch_dense(mlp)
-    assert_close(got, outcome(mlp, x))
-
-
 @pytest.mark.usefixtures("fresh_graphs")
 def test_compiled():
     mlp, x = llama_mlp(bias=True, dtype=torch.float32), rows(dtype=torch.float32)
@@ -181,23 +154,18 @@ def test_compiled():
 # ---- states and copies --------------------------------------------------------------------------------------------
 
 
+def copied(mlp):
+    other = copy.deepcopy(mlp)
+    for parameter in mlp.parameters():
+        parameter.data.zero_()
+    return other
+
+
 def pickled(mlp):
     return pickle.loads(pickle.dumps(mlp))
 
 
-def test_a_copy():
-    mlp, x = llama_mlp(), rows()
-    patch_dense(mlp)
-    want = outcome(mlp, x)
-    other = copy.deepcopy(mlp)
-    assert_close(outcome(other, x), want)
-    for parameter in other.parameters():
-        parameter.data.zero_()
-    assert_close(outcome(mlp, x), want)
-    assert not other(x).any()
-
-
-@pytest.mark.parametrize("change", [None, unpatch_dense, pickled])
+@pytest.mark.parametrize("change", [None, unpatch_dense, copied, pickled])
 def test_a_state_dict_has_no_shared_storage(change, tmp_path):
     """accelerate drops all tensors of a storage but one, and safetensors refuses a tensor of a larger storage."""
     mlp = llama_mlp(bias=True)
@@ -209,7 +177,7 @@ def test_a_state_dict_has_no_shared_storage(change, tmp_path):
     elif change is not None:
         mlp = change(mlp)
     state = mlp.state_dict()
-    assert len(memories(mlp)) == (2 if change is pickled else 1)
+    assert len(memories(mlp)) == (2 if change in (copied, pickled) else 1)
     assert list(state) == list(want)
     for name, t in state.items():
         assert torch.equal(t, want[name])
@@ -235,19 +203,13 @@ class Adapted(nn.Linear):
         return 2 * super().forward(x)
 
 
-class Shifts(ModelHook):
-    def post_forward(self, module, output):
-        return output + 1
-
-
 def hooked(mlp):
     mlp.gate_proj.register_forward_hook(lambda module, args, y: y + 1)
 
 
 def pruned(mlp):
-    for name, rows, columns in (("gate_proj", I // 2, H), ("up_proj", I // 2, H), ("down_proj", H, I // 2)):
-        layer = getattr(mlp, name)
-        layer.weight = nn.Parameter(layer.weight.detach()[:rows, :columns].clone())
+    for layer, dim in ((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)):
+        layer.weight = nn.Parameter(layer.weight.detach().narrow(dim, 0, I // 2).clone())
 
 
 def with_bias(mlp):
@@ -257,10 +219,6 @@ def with_bias(mlp):
 REASONS = {
     "replaced": (lambda m: setattr(m.up_proj, "__class__", Adapted), "up_proj is a Adapted, not an nn.Linear"),
     "hook": (hooked, "gate_proj has hooks or a forward of its own"),
-    "accelerate": (
-        lambda m: add_hook_to_module(m.down_proj, Shifts()),
-        "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
-    ),
     "function": (
         lambda m: setattr(m, "act_fn", ACT2FN["gelu"]),
         "its act_fn or its forward has changed since; call patch_dense again",
@@ -292,7 +250,6 @@ def test_a_module_that_has_changed_runs_as_before(change, reason, caplog):
 
 OTHERS = {
     "a limit": lambda: DeepseekV4MLP(DeepseekV4Config(hidden_size=H, moe_intermediate_size=I)),
-    "dropout": lambda: T5GemmaMLP(SimpleNamespace(**SIZES, hidden_activation="silu", dropout_rate=0.1)),
     "an unknown activation": lambda: llama_mlp(act="mish"),
 }
 
@@ -309,8 +266,6 @@ def test_other_functions_are_left_alone(make, caplog):
 def test_errors():
     with pytest.raises(fm.InputError, match=r"patch_dense: expected a model with MLPs of gate_proj, .*, got Linear"):
         patch_dense(nn.Linear(2, 2))
-    with pytest.raises(fm.InputError, match="patch_dense: model"):
-        patch_dense("llama")
     model = nn.ModuleList([llama_mlp(), llama_mlp()])
     model[1].forward = lambda x: x
     with pytest.raises(fm.InputError, match="patch_dense: the forward of '1' was already replaced"):

@@ -1,8 +1,4 @@
-"""The experts of transformers: what goes on around a call, and around a model.
-
-Which gates are recognised is tested in test_gates.py. That whole models compute what eager ones compute is tested for
-every family in test_transformers_families.py.
-"""
+"""The experts of transformers: around a call, and around a model."""
 
 import copy
 import pickle
@@ -15,7 +11,7 @@ import transformers
 from kit import families_page, moe_families
 from kit.compare import assert_close
 from kit.moe_families import step
-from kit.stand_in_experts import E, H, I, K, Plain, T, arguments, by_tokens, config, outcome
+from kit.stand_in_experts import E, H, I, Plain, arguments, by_tokens, config, outcome
 from torch import nn
 
 import fusedmoe as fm
@@ -110,16 +106,13 @@ def test_dtypes(rows, factor, autocast):
 
 def test_wrong_shapes_say_so():
     module, (x, index, weights) = Plain(config()), arguments()
-    with pytest.raises(fm.InputError, match=rf"GroupedLinear\(.*x: expected shape \(rows, {H}\)"):
-        experts_forward(module, x[:, :-1], index, weights)
-    with pytest.raises(fm.InputError, match=rf"expert_weight: expected shape \({T}, {K}\)"):
+    with pytest.raises(fm.InputError, match=rf"expert_weight: expected shape \({len(x)}, 2\)"):
         experts_forward(module, x, index, weights[:, :-1])
     with pytest.raises(fm.InputError, match="expert_index: expected integers"):
         experts_forward(module, x, weights, weights)
     with pytest.raises(fm.InputError, match="got 0 more and num_tokens"):
         experts_forward(module, x, index, weights, num_tokens=3)
     module.down_proj = nn.Parameter(module.down_proj.detach().mT)
-    del module.__dict__[expert_modules.OPS]
     with pytest.raises(fm.InputError, match=rf"Plain: expected weights .* got \({E}, {2 * I}, {H}\) and"):
         experts_forward(module, x, index, weights)
 
@@ -145,12 +138,7 @@ def test_explain():
     assert [group.kind for group in fm.explain(tiny.model).groups] == []
 
 
-def test_explain_on_the_meta_device_and_of_a_part_of_the_experts():
-    tiny = moe_families.tiny("qwen3_moe", "fusedmoe")
-    want = str(fm.explain(tiny.model)).replace("cpu", "meta")
-    (group,) = fm.explain(tiny.model.to("meta")).groups
-    assert len(group.explanation.steps) == 16
-    assert str(fm.explain(tiny.model)).splitlines()[2] == want.splitlines()[2]
+def test_explain_of_a_part_of_the_experts():
     experts = Plain(config())
     experts.num_experts = 2 * E
     (group,) = fm.explain(experts).groups
@@ -158,43 +146,6 @@ def test_explain_on_the_meta_device_and_of_a_part_of_the_experts():
 
 
 # ---- around a model -----------------------------------------------------------------------------------------------
-
-
-def in_training(tiny):
-    moe_families.checkpointed(tiny.model)
-    return {}
-
-
-def with_router_losses(tiny):
-    return {"output_router_logits": True}
-
-
-@pytest.mark.parametrize(("family", "change"), [
-    ("mixtral", with_router_losses), ("qwen3_moe", with_router_losses), ("qwen3_moe", in_training),
-    ("gpt_oss", in_training),
-])  # fmt: skip
-def test_eager_and_ours_are_the_same(family, change):
-    found = []
-    for implementation in ("eager", "fusedmoe"):
-        tiny = moe_families.tiny(family, implementation, torch.float64)
-        found.append(step(tiny, **change(tiny)))
-    assert_close(found[1], found[0], **EXACT)
-    assert all(expert_modules.OPS in module.__dict__ for _, module in tiny.experts)
-    assert ("aux_loss" in found[0]) is (change is with_router_losses)
-
-
-def test_a_copy_of_a_model_that_has_run():
-    tiny = moe_families.tiny("gpt_oss", "fusedmoe", torch.float64)
-    want, own = step(tiny), tiny.model
-    tiny.model = copy.deepcopy(own)
-    assert not {*map(id, tiny.model.modules())} & {*map(id, own.modules())}
-    assert_close(step(tiny), want)
-    with torch.no_grad():
-        for parameter in tiny.model.parameters():
-            parameter.mul_(1.5)
-    assert not torch.allclose(step(tiny)["logits"], want["logits"])
-    tiny.model = own
-    assert_close(step(tiny), want)
 
 
 @pytest.mark.parametrize(("family", "use_cache"), [("qwen3_moe", True), ("gpt_oss", False)])

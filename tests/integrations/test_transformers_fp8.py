@@ -75,25 +75,6 @@ def test_a_checkpoint_computes_what_transformers_computes(family, dtype, chains_
         assert error(got[name], want[name]) < of_gradient, name
 
 
-def test_rows_and_gradients_are_quantized(monkeypatch):
-    tiny = fp8_model("qwen3_moe")
-    got = step(tiny)
-    with fm.recipe("fp8_block"):  # recipes of the call change the rows
-        powers_of_two = logits(tiny)
-    with torch.autocast("cpu", torch.bfloat16):  # leaves the codes
-        autocast = logits(tiny)
-    assert 1e-4 < error(powers_of_two, got["logits"]) < 0.1
-    assert 1e-4 < error(autocast, got["logits"]) < 0.1
-    tiny.model.set_experts_implementation("eager")
-    want = step(tiny)
-    for name in attention(want):
-        assert 2e-2 < error(got[name], want[name]) < 0.15, name
-    monkeypatch.setattr(fp8_models, "in_blocks", lambda x: x)
-    without = logits(tiny)
-    assert 1e-2 < error(without, want["logits"]) < 0.2
-    assert error(got["logits"], want["logits"]) < 0.1 * error(without, want["logits"])
-
-
 def test_the_weights_stay_as_they_are_and_are_not_dequantized():
     tiny = fp8_model("qwen3_moe", torch.bfloat16)
     before = {name: (t.data_ptr(), t.clone()) for name, t in tiny.model.state_dict().items()}
@@ -186,9 +167,7 @@ def by_tokens(module, x, index, weights):
 
 GATES = {
     "silu": ({}, "SwiGLU()"),
-    "limit": ({"swiglu_limit": 0.7}, "SwiGLU(limit=0.7)"),
     "oai": ({"swiglu_limit": 0.7, "swiglu_alpha": 1.702}, "SwiGLU(limit=0.7, alpha=1.702, offset=1.0)"),
-    "gelu": ({"hidden_act": "gelu"}, "GeGLU(approximate='none')"),
     "no gate": ({"has_gate": False, "hidden_act": "relu2"}, "SquaredReLU()"),
     "soft caps": ({"mlp_gate_softcap": 3.0, "mlp_up_softcap": 2.0}, "None"),
 }
@@ -232,11 +211,11 @@ QUANTIZED = "FP8Experts: its weights are quantized to torch."
 
 
 @pytest.mark.parametrize(("settings", "reason"), [
-    ({"expert_dtype": "fp4"}, "gate_up_proj: expected codes in torch.float8_e4m3fn, got torch.int8"),
-    ({"moe_intermediate_size": 64}, r"gate_up_proj_scale_inv: expected \(4, 1, 2\) in .* got \(4, 2, 2\)"),
+    ({"expert_dtype": "fp4"}, "gate_up_proj: .* got torch.int8"),
+    ({"moe_intermediate_size": 64}, r"gate_up_proj_scale_inv: expected \(4, 1, 2\)"),
 ])  # fmt: skip
 def test_experts_that_transformers_runs(settings, reason):
-    with pytest.raises(fm.InputError, match=f"^{QUANTIZED}.*transformers runs it without fusedmoe: {reason}"):
+    with pytest.raises(fm.InputError, match=f"^{QUANTIZED}.*: {reason}"):
         fusedmoe_transformers.explain(experts(**settings))
 
 
@@ -285,14 +264,13 @@ class Indexing(stand_in_experts.Plain):
         return y
 
 
-@pytest.mark.parametrize("called_before", [False, True])
-def test_weights_that_are_tensors_of_torchao_run_in_the_models_own_way(called_before, caplog):
+def test_weights_that_are_tensors_of_torchao_run_in_the_models_own_way(caplog):
     pytest.importorskip("torchao")
     from torchao.quantization import FqnToConfig, Int8WeightOnlyConfig, quantize_
 
     module = Indexing(stand_in_experts.config()).bfloat16().requires_grad_(False)
     given = [t.detach() for t in stand_in_experts.arguments(torch.bfloat16)]
-    in_bf16 = module(*given) if called_before else copy.deepcopy(module)(*given)
+    in_bf16 = module(*given)
     quantize_(module, FqnToConfig(dict.fromkeys(("gate_up_proj", "down_proj"), Int8WeightOnlyConfig())), filter_fn=None)
     assert type(module.down_proj).__name__ == "Int8Tensor"
     with caplog.at_level(logging.WARNING):

@@ -15,13 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fusedmoe as fm
 from fusedmoe.integrations.transformers import patch_routers, router_kinds, routers, unpatch_routers
 
-# their routers compute logits in fp32, so that the choice is the same; DeepSeek-V3's, and others
-LIKE_DEEPSEEK_V3 = [
-    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "dots1", "dots3_note",
-    "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm5_next", "glm_moe_dsa", "hy_v4",
-    "hy_v4_vl", "kimi_linear", "mimo_v2_flash", "nemotron_h", "solar_open",
+# their routers compute logits in fp32, so that the choice is the same; the page of families has all of them
+IN_FP32 = [
+    "beam", "deepseek_v2", "deepseek_v3", "dots3_note", "ernie4_5_moe", "flint", "glm4_moe", "hy_v3", "kimi_linear",
+    "mimo_v2_flash", "mistral_large4", "nemotron_h",
 ]  # fmt: skip
-IN_FP32 = ["deepseek_v2", "ernie4_5_moe", "flint", "hy_v3", "mistral_large4", *LIKE_DEEPSEEK_V3]
 # which compute them in the dtype of the model
 IN_OWN_DTYPE = ["gpt_oss", "granitemoe_swa", "minimax_m2", "minimax_m3_vl", "mixtral", "qwen3_moe"]
 # the ops of the router's chain: experts that read projected tokens are apart, and weights after a bias are no op
@@ -161,25 +159,6 @@ def test_recorded_logits_and_the_loss_of_them(chains):
 # ---- changes after the patch --------------------------------------------------------------------------------------
 
 
-class Wrapped(nn.Module):
-    def __init__(self, router):
-        super().__init__()
-        self.router = router
-
-    def forward(self, x):
-        return self.router(x)
-
-
-class Half(nn.Module):
-    def forward(self, weight):
-        return weight / 2
-
-
-def wrapped(tiny):
-    block, router = first(tiny)
-    block.gate = Wrapped(router)
-
-
 def experts_elsewhere(tiny):
     """As in expert parallelism: the index of experts elsewhere is the number of those here, and their weight zero."""
 
@@ -208,10 +187,6 @@ def on_router(hook):
     return lambda tiny: first(tiny)[1].register_forward_hook(hook)
 
 
-def halve(module, args, routed):
-    routed[1].mul_(0.5)
-
-
 def halve_data(module, args, routed):
     routed[1].data.mul_(0.5)
 
@@ -222,16 +197,6 @@ def halve_in_transformers(module, args, routed):
 
 
 halve_in_transformers.__module__ = "transformers.integrations"
-
-
-def autocast(tiny):
-    forward = tiny.model.forward
-
-    def cast(**inputs):
-        with torch.autocast("cpu"):
-            return forward(**inputs)
-
-    tiny.model.forward = cast
 
 
 def frozen(part):
@@ -247,9 +212,8 @@ CHANGES = {
     "another choice": (
         "glm4_moe", lambda t: setattr(first(t)[1], "top_k", 3), OWN + TOGETHER, "its settings have changed since",
     ),
-    "fp64": ("glm4_moe", lambda t: t.model.double(), OWN * 2, "tokens or weight are not in bf16"),
     "pruned": ("qwen3_moe", pruned, OWN + TOGETHER, "its weight has another shape than before"),
-    "autocast": ("glm4_moe", autocast, OWN * 2, ""),
+    "autocast": ("glm4_moe", moe_families.autocast, OWN * 2, ""),
     "hook on experts": (
         "glm4_moe", lambda t: t.experts[0][1].register_forward_hook(lambda _, __, y: 2 * y), ALONE + TOGETHER, "",
     ),
@@ -263,20 +227,14 @@ CHANGES = {
         lambda t: first(t)[1].register_forward_pre_hook(lambda _, args: (1.5 * args[0], *args[1:])),
         ALONE + TOGETHER, "",
     ),
-    "weights in place": (
-        "glm4_moe", on_router(halve), ALONE + TOGETHER, "",
-    ),
     "weights in place by transformers": (
         "glm4_moe", on_router(halve_in_transformers), TOGETHER + OWN + TOGETHER, "",
     ),
     "weights through data": (  # a change that torch does not count
         "glm4_moe", on_router(halve_data), ALONE + TOGETHER, "",
     ),
-    "wrapped": ("glm4_moe", wrapped, ALONE + TOGETHER, ""),
-    "parametrized": (
-        "glm4_moe",
-        lambda t: nn.utils.parametrize.register_parametrization(first(t)[1], "weight", Half()), TOGETHER * 2, "",
-    ),
+    "fp64": ("glm4_moe", lambda t: t.model.double(), OWN * 2, "tokens or weight are not in bf16"),
+    "wrapped": ("glm4_moe", lambda t: setattr(first(t)[0], "gate", nn.Sequential(first(t)[1])), ALONE + TOGETHER, ""),
     "checkpointing": ("glm4_moe", lambda t: moe_families.checkpointed(t.model), TOGETHER * 4, ""),
     **{f"frozen {part}": ("glm4_moe", frozen(part), TOGETHER * 2, "") for part in ("gate", "experts")},
 }  # fmt: skip
@@ -331,7 +289,7 @@ def test_under_fsdp(mesh, experts_too, chains):
         fully_shard(layer, mesh=mesh)
     fully_shard(tiny.model, mesh=mesh)
     chains.clear()
-    logits, loss = moe_families.logits_and_loss(tiny)
+    logits, loss = moe_families.logits_and_loss(tiny.model(**tiny.inputs))
     loss.backward()
     got = {"logits": logits, **{name: p.grad.full_tensor() for name, p in tiny.model.named_parameters()}}
     assert_close(got, {name: want[name] for name in got}, **CLOSE)
@@ -346,21 +304,16 @@ X = torch.randn(2, 12, 64, generator=torch.Generator().manual_seed(0)).requires_
 
 @pytest.mark.usefixtures("fresh_graphs")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks around
-@pytest.mark.parametrize("copied", [False, True])
-def test_one_graph_with_one_operator(copied):
+def test_one_graph_with_one_operator():
     """Without an eager call of the patched block before it."""
     block, router = first(built("hy_v3", num_hidden_layers=1))
     want = outcome(block, X)
     patch_routers(block)
-    if copied:
-        block = copy.deepcopy(block)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(block, fullgraph=True, backend=counter)
     assert_close(outcome(block, X, compiled), want, **CLOSE)
     assert counter.frame_count == 1
     assert sum("run_chain" in str(node.target) for graph in counter.graphs for node in graph.graph.nodes) == 1
-    if copied:
-        return
     router.top_k = 3  # a guard; the model's own router runs
     changed = outcome(block, X, compiled)
     assert counter.frame_count == 2

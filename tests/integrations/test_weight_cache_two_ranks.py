@@ -1,11 +1,10 @@
 """Collectives that write to a quantized weight: the next call quantizes it again, and nobody has to say so."""
 
 import copy
-import time
 
 import pytest
 import torch
-from kit.two_ranks import Counted, Ranks
+from kit.two_ranks import Counted
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -38,7 +37,6 @@ COLLECTIVES = {
     "all_reduce and wait": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
     "all_reduce_ of compiled graphs": all_reduce_in_place_of_compiled_graphs,
     "coalesced": coalesced,
-    "broadcast_coalesced": lambda weight: dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0),
     "gathered": lambda weight: dist.all_gather(list(weight.data.unbind()), weight.detach()[0].clone()),
     "in a subgroup": lambda weight: dist.broadcast(weight.data, 1, group=_SUBGROUPS[0]),
     "in a group of its own": broadcast_in_a_group_of_its_own,
@@ -80,43 +78,3 @@ def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
         assert once > 0
         assert again == once + 1  # by rows, without gradients
         assert kept == again  # nothing has happened since
-
-
-def in_a_default_group_that_comes_and_goes(rank, store):
-    numbers = iter(range(100))
-
-    def init():
-        of_group = dist.FileStore(f"{store}{next(numbers)}", 2)
-        dist.init_process_group("gloo", store=of_group, rank=rank, world_size=2)
-        # a rank that destroys the group closes its connections: not before the other rank has connected. This is no
-        # collective, since their count is tested
-        of_group.add("connected", 1)
-        while of_group.add("connected", 0) < 2:
-            time.sleep(0.001)
-
-    found = []
-    with torch.no_grad(), fm.recipe("mxfp8"):
-        for _ in range(2):
-            torch.manual_seed(rank)
-            fc, x = fm.GroupedLinear(E, H, I), torch.ones(8, H)
-            dist.destroy_process_group()
-            init()
-            dist.broadcast(torch.ones(1), 0)
-            before = fc(x, splits=SPLITS)
-            dist.destroy_process_group()
-            init()
-            dist.broadcast(fc.weight, 0)  # as many collectives as in the other group
-            y = fc(x, splits=SPLITS)
-            found.append((torch.equal(y, copy.deepcopy(fc)(x, splits=SPLITS)), not torch.equal(y, before)))
-    return found
-
-
-def test_a_collective_of_a_default_group_that_comes_and_goes_is_noticed(tmp_path):
-    """Its count of collectives begins anew, and says nothing by itself."""
-    own = Ranks(tmp_path)
-    try:
-        of_rank_0, of_rank_1 = own.run(in_a_default_group_that_comes_and_goes, str(tmp_path / "again"))
-    finally:
-        own.stop()
-    assert of_rank_0 == [(True, False)] * 2  # it sends
-    assert of_rank_1 == [(True, True)] * 2

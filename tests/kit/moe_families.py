@@ -101,10 +101,6 @@ OTHER_MODELS = [("qwen3_omni_moe", "Qwen3OmniMoeTalkerModel")]
 WITHOUT_TOKENS = {"Qwen3OmniMoeTalkerModel"}  # called with embeddings
 
 
-class NotBuilt(Exception):  # noqa: N818
-    """A family of which no tiny model can be made, and why."""
-
-
 @dataclass
 class Tiny:
     family: str
@@ -128,11 +124,8 @@ def find_class(family: str, model_class: str | None = None) -> type[Any]:
     module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
     if model_class is not None:
         return getattr(module, model_class)
-    for suffix in SUFFIXES:
-        for name, value in vars(module).items():
-            if name.endswith(suffix) and inspect.isclass(value) and value.__module__ == module.__name__:
-                return value
-    raise NotBuilt(f"{module.__name__} has no class whose name ends in {', '.join(SUFFIXES)}")
+    own = [c for c in vars(module).values() if inspect.isclass(c) and c.__module__ == module.__name__]
+    return next(c for suffix in SUFFIXES for c in own if c.__name__.endswith(suffix))
 
 
 def small_config(config_class: type[Any], overrides: dict[str, Any]) -> Any:
@@ -215,17 +208,12 @@ def tiny(
         inputs["labels"] = ids % config.num_labels if found.__name__.endswith("ForTokenClassification") else ids
     names = experts_classes()[family]
     experts = [(name, module) for name, module in model.named_modules() if type(module).__name__ in names]
-    if not experts:
-        raise NotBuilt(f"{found.__name__} has none of {', '.join(names)} in it")
+    assert experts, f"{found.__name__} has none of {', '.join(names)} in it"
     return Tiny(family, model, inputs, experts)
 
 
-def logits_and_loss(tiny: Tiny) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_and_loss(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and their loss; of a model without a head, the last hidden states and their cross entropy as logits."""
-    return _logits_and_loss(tiny.model(**tiny.inputs))
-
-
-def _logits_and_loss(output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits = output["logits"] if "logits" in output else output["last_hidden_state"]
     loss = output.get("loss")
     if loss is None:  # not their mean square: the last norm keeps it nearly constant, so that its gradients cancel
@@ -238,7 +226,7 @@ def step(tiny: Tiny, run: Any = None, **inputs: Any) -> dict[str, torch.Tensor]:
     """Logits, losses and the gradients of all parameters in a training step, by name."""
     tiny.model.zero_grad()
     output = (tiny.model if run is None else run)(**tiny.inputs | inputs)
-    logits, loss = _logits_and_loss(output)
+    logits, loss = logits_and_loss(output)
     loss.backward()
     auxiliary = {} if output.get("aux_loss") is None else {"aux_loss": output["aux_loss"].detach()}
     grads = {name: p.grad.clone() for name, p in tiny.model.named_parameters() if p.grad is not None}
@@ -250,9 +238,14 @@ def logits(tiny: Tiny) -> torch.Tensor:
     training = tiny.model.training
     tiny.model.eval()
     with torch.no_grad():
-        found = logits_and_loss(tiny)[0]
+        found = logits_and_loss(tiny.model(**tiny.inputs))[0]
     tiny.model.train(training)
     return found
+
+
+def autocast(tiny: Tiny) -> None:
+    """Have the model called under autocast."""
+    tiny.model.forward = torch.autocast("cpu", torch.bfloat16)(tiny.model.forward)
 
 
 def checkpointed(model: nn.Module, **how: Any) -> None:

@@ -73,10 +73,6 @@ class SwiGLU(_GLU):
         return a * torch.sigmoid(a)
 
 
-class SiTUGLU(SwiGLU):
-    pass
-
-
 class ClampedSwiGLU(_GLU):
     def __init__(self, *, limit=7.0, alpha=1.702, glu_linear_offset=1.0, **options):
         super().__init__(**options)
@@ -88,13 +84,14 @@ class ClampedSwiGLU(_GLU):
         return a * torch.sigmoid(self.alpha * a) * (b + self.glu_linear_offset)
 
 
-class _Activation(_GLU):
+class _Activation(BasicOperation):
     def __init__(self, *, cache_quantized_input=False):
-        super().__init__(cache_quantized_input=cache_quantized_input)
-        del self.glu_interleave_size
+        super().__init__()
+        self.cache_quantized_input = cache_quantized_input
 
-    def halves(self, x):
-        return x.chunk(2, dim=-1)
+    def forward(self, x):
+        a, b = x.chunk(2, dim=-1)
+        return self.f(a) * b
 
 
 class QGEGLU(_Activation):
@@ -168,7 +165,7 @@ class Sequential(nn.Module):
 
 
 CLASSES = (
-    GroupedLinear, SwiGLU, SiTUGLU, ClampedSwiGLU, QGEGLU, GEGLU, ReGLU, SReLU, ScaledSwiGLU, ScaledClampedQGeGLU,
+    GroupedLinear, SwiGLU, ClampedSwiGLU, QGEGLU, GEGLU, ReGLU, SReLU, ScaledSwiGLU, ScaledClampedQGeGLU,
     ScaledSReLU, Sequential,
 )  # fmt: skip
 MODULES = {"transformer_engine.pytorch.ops": {cls.__name__: cls for cls in CLASSES}}

@@ -1,17 +1,14 @@
 """Processes of one group, started once: `Ranks.run` calls a function in all and returns what they return."""
 
-import faulthandler
 import gc
 import importlib
 import inspect
 import os
-import signal
 import time
 import traceback
 import warnings
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,23 +64,16 @@ class Ranks:
         # each process is a copy of one that has imported these
         context.set_forkserver_preload(["fusedmoe", "torch._dynamo", "torch.distributed.fsdp"])
         self._starts += 1
-        store = self._store()
+        store = str(self._folder / f"store{self._starts}")
         self._ends = []
         self._processes = []
         for rank in range(self._size):
             mine, theirs = context.Pipe()
-            calls = f"{store}-calls-of-rank{rank}"
-            Path(calls).touch()
-            process = context.Process(
-                target=_serve, args=(rank, self._size, store, theirs, calls, self._backend), daemon=True
-            )
+            process = context.Process(target=_serve, args=(rank, self._size, store, theirs, self._backend), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(mine)
             self._processes.append(process)
-
-    def _store(self):
-        return str(self._folder / f"store{self._starts}")
 
     def run(self, function, *args, **options):
         """``[function(0, *args), function(1, *args), ...]``, of a function that a module of this folder defines."""
@@ -100,17 +90,11 @@ class Ranks:
 
     def _answer(self, rank, end, until):
         if not end.poll(max(until - time.monotonic(), 1)):
-            return f"rank {rank} does not answer:\n{self._calls(rank)}", None
+            return f"rank {rank} does not answer", None
         try:
             return end.recv()
         except EOFError:
             return f"rank {rank} is gone", None
-
-    def _calls(self, rank):
-        """What a rank that does not answer is doing: the calls of its threads."""
-        os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(1)
-        return Path(f"{self._store()}-calls-of-rank{rank}").read_text() or "it has not begun to serve"
 
     def stop(self, patience_s=10):
         for end in self._ends:
@@ -154,11 +138,9 @@ def _by_name(rank, module, name, **given):
     return getattr(importlib.import_module(module), name).in_rank(rank, **given)
 
 
-def _serve(rank: int, size: int, store: str, requests: Connection, calls: str, backend: str) -> None:
+def _serve(rank: int, size: int, store: str, requests: Connection, backend: str) -> None:
     from torch.distributed import _composable_state as fully_sharded
 
-    stacks = Path(calls).open("w")  # noqa: SIM115  (as long as the process)
-    faulthandler.register(signal.SIGUSR1, stacks)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     shared = dist.FileStore(store, size)
