@@ -260,9 +260,7 @@ def test_stochastic_rounding_of_a_tensor(format, axis):
 
 REFUSED = [
     ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x: .*float64"),
-    ({"x": torch.zeros(16)}, "x"),
     ({"x": torch.zeros(2, 3, 4), "offsets": ends(1, 2)}, "x"),
-    ({"axis": 1}, "axis"),
     ({"offsets": torch.tensor([4])}, "offsets"),
     ({"quantizer": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none"),
     ({"encode": torch.ones(1)}, "encode: expected none"),
@@ -320,9 +318,7 @@ def test_rotated_rows_of_experts(split, format):
 @pytest.mark.parametrize("shape", [(40, 33), (2, 70, 20)], ids=str)
 def test_rotated_without_experts(shape, format):
     x = torch.randint(-100, 101, shape) / 8
-    found = quantize(x, Quantizer(format, hadamard=True), -2)
-    check(found, x, format, -2, hadamard=True)
-    assert found.dequantize().shape == x.shape
+    check(quantize(x, Quantizer(format, hadamard=True), -2), x, format, -2, hadamard=True)
     by_rows = quantize(x, Quantizer(format, hadamard=True), -1)
     assert not by_rows.rotated
     check_same(by_rows, quantize(x, format))

@@ -5,12 +5,7 @@ import torch
 from kit.compare import pairwise
 from kit.splits import ends
 
-from fusedmoe.numerics.formats import (
-    swizzle,
-    swizzle_column_groups,
-    swizzle_row_groups,
-    unswizzle,
-)
+from fusedmoe.numerics.formats import swizzle, swizzle_column_groups, swizzle_row_groups, unswizzle
 
 DTYPES = [torch.uint8, torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.float32]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)

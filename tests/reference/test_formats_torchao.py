@@ -10,16 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmoe.numerics.formats import (
-    E4M3,
-    E5M2,
-    ScaleRule,
-    mxfp8,
-    nvfp4,
-    quantize,
-    swizzle,
-    unswizzle,
-)
+from fusedmoe.numerics.formats import E4M3, E5M2, ScaleRule, mxfp8, nvfp4, quantize
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +22,7 @@ def torchao():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             pytest.importorskip("torchao")
-            from torchao.prototype.mx_formats import config, mx_tensor, nvfp4_tensor, utils
+            from torchao.prototype.mx_formats import config, mx_tensor, nvfp4_tensor
     finally:
         logging.disable(level)
     return SimpleNamespace(
@@ -39,7 +30,6 @@ def torchao():
         modes=config.ScaleCalculationMode,
         nvfp4_quantize=nvfp4_tensor.nvfp4_quantize,
         per_tensor_amax_to_scale=nvfp4_tensor.per_tensor_amax_to_scale,
-        to_blocked=utils.to_blocked,
     )
 
 
@@ -82,12 +72,3 @@ def test_nvfp4(torchao):
     assert torch.equal(found.scale.view(torch.uint8), scale.view(torch.uint8))
     assert torch.equal(found.data, codes)
     assert len(found.scale.view(torch.uint8).unique()) > 40
-
-
-@pytest.mark.parametrize(("rows", "columns"), [(256, 8), (128, 4), (1, 1), (300, 7), (129, 12)])
-def test_order_of_scales(rows, columns, torchao):
-    scale = torch.randint(1, 256, (rows, columns), dtype=torch.uint8)
-    blocked = torchao.to_blocked(scale)
-    assert torch.equal(swizzle(scale), blocked)
-    assert torch.equal(unswizzle(blocked, rows, columns), scale)
-    assert torch.equal(swizzle(scale.view(torch.float8_e8m0fnu)).view(torch.uint8), blocked)

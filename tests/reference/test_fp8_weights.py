@@ -5,19 +5,22 @@ import copy
 import pytest
 import torch
 from kit.compare import assert_accurate, assert_bitwise, pairwise
-from kit.rounding import error_bound, error_of_sums
-from kit.splits import expert_rows
+from kit.layers import outcome
+from kit.oracles import exact_outcome, quantized
+from kit.rounding import error_bound
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import E5M2, Quantizer, fp8_block, mxfp8
+from fusedmoe.numerics.formats.roles import Roles
 from fusedmoe.numerics.recipes import Custom, FP8Block
 from fusedmoe.ops import GroupedLinear
 
 E = 3
 SPLITS, ROWS, TOTAL = torch.tensor([70, 0, 45]), 120, 115  # 5 rows belong to no expert
 FP32_SCALES = fp8_block(across=128, power_of_two=False)
+IN_BLOCKS, POWERS = Quantizer(fp8_block(power_of_two=False)), Quantizer(fp8_block())
 
 
 def stored(n, k, *, seed=0, **options):
@@ -34,50 +37,15 @@ def values(layer):
     return layer.weight.double() * scale[:, : layer.out_features, : layer.in_features]
 
 
-def in_blocks(t, power_of_two=False):
-    """Rows after quantization to E4M3 with one scale for 128 features, in fp64."""
-    parts = []
-    for part in t.detach().float().split(128, -1):
-        amax = part.abs().amax(-1, keepdim=True)
-        encode = torch.where(amax > 0, 448 / amax, 1.0)
-        if power_of_two:
-            encode = torch.exp2(encode.log2().floor())
-        parts.append((part * encode).to(torch.float8_e4m3fn).double() / encode.double())
-    return torch.cat(parts, -1)
-
-
-def powers(t):
-    return in_blocks(t, power_of_two=True)
-
-
-def unquantized(t):
-    return t.detach().double()
-
-
-class Product(torch.autograd.Function):
-    """``y[r] = q(x[r]) @ w[expert of r].T`` and ``dx[r] = q(dy[r]) @ w[expert of r]`` in fp64."""
-
-    @staticmethod
-    def forward(ctx, x, w, q, q_grad):
-        ctx.save_for_backward(w)
-        ctx.q_grad, ctx.dtype = q_grad, x.dtype
-        return Product.times(q(x), w.mT).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (w,) = ctx.saved_tensors
-        return Product.times(ctx.q_grad(dy), w).to(ctx.dtype), None, None, None
-
-    @staticmethod
-    def times(rows, w):
-        y = torch.zeros(len(rows), w.shape[-1], dtype=torch.float64)
-        for e, first, end in expert_rows(SPLITS):
-            y[first:end] = rows[first:end] @ w[e]
-        return y
-
-
-def product(x, layer, q=in_blocks, q_grad=in_blocks):
-    return Product.apply(x, values(layer), q, q_grad)
+def plain(layer):
+    """The same layer with its weight in fp64."""
+    bias = layer.bias is not None
+    same = GroupedLinear(E, layer.in_features, layer.out_features, bias=bias, dtype=torch.float64)
+    with torch.no_grad():
+        same.weight.requires_grad_(False).copy_(values(layer))
+        if bias:
+            same.bias.copy_(layer.bias)
+    return same
 
 
 def rows(k, dtype=torch.float32):
@@ -85,32 +53,25 @@ def rows(k, dtype=torch.float32):
     return (x * torch.logspace(-2, 2, ROWS)[:, None]).to(dtype).requires_grad_()
 
 
-def dy_of(y):
-    return torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+def dy_of(module, x):
+    width = [m.out_features for m in module.modules() if isinstance(m, GroupedLinear)][-1]
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(2)).to(x.dtype)
 
 
-def called(module, x, **more):
-    """The output and the gradient of the rows."""
-    x = x.detach().requires_grad_()
-    y = module(x, splits=SPLITS, **more)
-    y.backward(dy_of(y))
-    return [y.detach(), x.grad]
+def called(module, x, recipe=None, call=None):
+    """The output, and the gradients of the rows and of what is trained."""
+    return outcome(module, x, dy_of(module, x), recipe, call, splits=SPLITS)
 
 
-def by_formula(x, function):
-    x = x.detach().requires_grad_()
-    y = function(x)
-    y.backward(dy_of(y))
-    return [y.detach(), x.grad]
-
-
-def expected(x, layer, **how):
-    return by_formula(x, lambda x: product(x, layer, **how))
+def expected(module, x, input=IN_BLOCKS, grad=IN_BLOCKS):
+    ops = module if isinstance(module, fm.Sequential) else [module]
+    exact = fm.Sequential(*[plain(op) if isinstance(op, GroupedLinear) else op for op in ops])
+    return exact_outcome(exact, x, dy_of(module, x), linear=quantized(Roles(input, None, grad)), splits=SPLITS)
 
 
 def assert_formula(got, want, bound=2e-6):
-    assert_accurate(got, [w.double() for w in want], bound)
-    assert not any(g[TOTAL:].any() for g in got)
+    assert_accurate([*got.values()], [*want.values()], bound)
+    assert not any(got[name][TOTAL:].any() for name in ("y", "x"))
 
 
 @pytest.mark.parametrize(
@@ -121,58 +82,37 @@ def assert_formula(got, want, bound=2e-6):
 def test_output_and_input_gradient_are_those_of_the_formula(size, dtype):
     layer, x = stored(*size), rows(size[1], dtype)
     # both are rounded to the dtype; between sums in fp32 and fp64 one rounding step of FP8 may differ
-    assert_formula(called(layer, x), expected(x, layer), error_bound(dtype, 256, roundings=1))
+    assert_formula(called(layer, x), expected(layer, x), error_bound(dtype, 256, roundings=1))
 
 
-def test_a_bias_is_added_and_trained():
-    bias = torch.randn(E, 64)
-    layer, x = stored(64, 128, bias=bias), rows(128)
-    y, dx = called(layer, x)
-    without = expected(x, layer)
-    of_row = bias.repeat_interleave(SPLITS, 0)
-    assert_accurate([y[:TOTAL] - of_row, dx], [without[0][:TOTAL].double(), without[1].double()], 2e-6)
-    want = torch.stack([dy_of(y)[first:end].double().sum(0) for _, first, end in expert_rows(SPLITS)])
-    assert_accurate(layer.bias.grad, want, error_of_sums(70))
-    assert layer.weight.grad is None
+def test_a_bias_is_added_and_trained_and_a_chain_is_that_of_the_formula():
+    layer, x = stored(64, 128, bias=torch.randn(E, 64)), rows(128)
+    assert_formula(called(layer, x), expected(layer, x), error_bound(torch.float32, 256))
+    chain = fm.Sequential(stored(2 * 192, 128), fm.SwiGLU(), stored(128, 192, seed=5))
+    assert_formula(called(chain, x), expected(chain, x), 1e-4)  # a rounding step of FP8 may differ
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_the_same_bits_as_a_weight_that_the_recipe_quantizes(power_of_two):
-    plain, x = GroupedLinear(E, 256, 384).requires_grad_(False), rows(256)
+    layer, x = GroupedLinear(E, 256, 384).requires_grad_(False), rows(256)
     format = fp8_block(across=128, power_of_two=power_of_two)
-    q = fm.quantize(plain.weight.detach(), format)
-    with fm.recipe(FP8Block(power_of_two=power_of_two)):
-        want = called(plain, x)
+    q = fm.quantize(layer.weight.detach(), format)
+    want = called(layer, x, FP8Block(power_of_two=power_of_two))
     assert_bitwise(called(GroupedLinear.from_quantized(q.data, q.scale, weight_format=format), x), want)
-
-
-def test_a_chain_of_experts_is_that_of_the_formula():
-    chain, x = fm.Sequential(stored(2 * 192, 128), fm.SwiGLU(), stored(128, 192, seed=5)), rows(128)
-
-    def formula(x):
-        gate, up = product(x, chain[0]).chunk(2, -1)
-        return product(nn.functional.silu(gate) * up, chain[2])
-
-    assert_formula(called(chain, x), by_formula(x, formula), 1e-4)  # a rounding step of FP8 may differ
 
 
 def test_the_recipes_and_the_quantize_ops_quantize_rows_and_gradients_alone():
     layer, x = stored(256, 128), rows(128)
-    default, of_powers = expected(x, layer), expected(x, layer, q=powers, q_grad=powers)
-    exact = expected(x, layer, q=unquantized, q_grad=unquantized)
+    default, of_powers, exact = expected(layer, x), expected(layer, x, POWERS, POWERS), expected(layer, x, None, None)
     for other in (of_powers, exact):
-        assert (other[0] - default[0]).norm() > 1e-3 * default[0].norm()
-    with fm.recipe("fp8_block"):
-        assert_formula(called(layer, x), of_powers)
-    with fm.recipe(Custom("rows", input=Quantizer(fp8_block(power_of_two=False)))):
-        assert_formula(called(layer, x), expected(x, layer, q_grad=unquantized))
-    with fm.recipe("bf16"):
-        assert_formula(called(layer, x), default)
+        assert (other["y"] - default["y"]).norm() > 1e-3 * default["y"].norm()
+    assert_formula(called(layer, x, "fp8_block"), of_powers)
+    assert_formula(called(layer, x, Custom("rows", input=IN_BLOCKS)), expected(layer, x, grad=None))
+    assert_formula(called(layer, x, "bf16"), default)
     format = fp8_block(power_of_two=True)
     assert_formula(called(fm.Sequential(fm.Quantize(format), layer, fm.Quantize(backward=format)), x), of_powers)
     layer.recipe = "bf16"
-    with fm.recipe("fp8_block"):
-        assert_formula(called(layer, x), exact)
+    assert_formula(called(layer, x, "fp8_block"), exact)
 
 
 def lora(layer, **options):
@@ -189,9 +129,9 @@ def test_merged_and_dequantized():
     assert merged.weight_format is None
     assert merged.weight.requires_grad
     torch.testing.assert_close(layer.dequantized(torch.float64), values(layer), rtol=1e-6, atol=0)
-    plain = GroupedLinear(E, 64, 64)
-    assert torch.equal(plain.dequantized(), plain.weight)
-    assert plain.dequantized().data_ptr() != plain.weight.data_ptr()
+    unquantized = GroupedLinear(E, 64, 64)
+    assert torch.equal(unquantized.dequantized(), unquantized.weight)
+    assert unquantized.dequantized().data_ptr() != unquantized.weight.data_ptr()
 
 
 # --- parameters ----------------------------------------------------------------------------------------------------
@@ -223,13 +163,11 @@ def test_casts_and_autocast_leave_codes_and_scales():
     layer, x = stored(192, 128, bias=torch.randn(E, 192)), rows(128)
     codes, scale = layer.weight.clone(), layer.weight_scale_inv.clone()
     with torch.autocast("cpu", torch.bfloat16):
-        y, dx = called(layer, x)
-    assert (y.dtype, dx.dtype) == (torch.bfloat16, torch.float32)
+        y = layer(x, splits=SPLITS)
     module = nn.Sequential(layer).bfloat16()
-    assert_bitwise(y, called(layer, x.bfloat16())[0])
+    assert_bitwise(y, layer(x.bfloat16(), splits=SPLITS))
     assert module[0].bias.dtype is torch.bfloat16
     assert torch.equal(layer.weight.float(), codes.float())
-    assert layer.weight.dtype is torch.float8_e4m3fn
     assert torch.equal(layer.weight_scale_inv, scale)
     assert layer.to("meta", torch.float16).weight.dtype is torch.float8_e4m3fn
     assert layer.weight.is_meta
@@ -242,8 +180,8 @@ def test_compiled_and_checkpointed_calls_compute_the_same():
     def again(x, splits):
         return checkpoint(lambda x: chain(x, splits=splits), x, use_reentrant=False)
 
-    assert_bitwise(called(again, x), want)
-    assert_bitwise(called(torch.compile(chain, fullgraph=True, backend="aot_eager"), x), want)
+    for call in (again, torch.compile(chain, fullgraph=True, backend="aot_eager")):
+        assert_bitwise(called(chain, x, call=call), want)
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -251,7 +189,7 @@ def test_compiled_and_checkpointed_calls_compute_the_same():
 
 def test_a_weight_that_requires_a_gradient_is_refused_in_training_alone():
     layer, x = stored(256, 128), rows(128)
-    want, _ = called(layer, x)
+    want = layer(x, splits=SPLITS)
     layer.requires_grad_()
     with pytest.raises(fm.InputError, match="weight: expected requires_grad=False"):
         layer(x, splits=SPLITS)
@@ -270,8 +208,18 @@ def of(*given):
     return lambda: GroupedLinear.from_quantized(*given)
 
 
-def call(layer, x=None, **options):
+def call(layer, x=None):
     return lambda: layer(rows(128) if x is None else x, splits=SPLITS)
+
+
+def loaded():
+    chain, zeros = fm.Sequential(stored(128, 128), fm.SquaredReLU(), stored(128, 128)), torch.zeros(E, 128, 128)
+    fm.load_experts(chain, up=zeros, down=zeros)
+
+
+def weights_of_the_call():
+    given = {"0.weight": torch.zeros(E, 128, 128), "0.weight_scale_inv": torch.ones(E, 1, 1)}
+    fm.Sequential(stored(128, 128)).without_parameters().forward_with(given, rows(128), splits=SPLITS)
 
 
 REFUSED = {
@@ -280,34 +228,10 @@ REFUSED = {
     "MXFP8": (made(mxfp8(across=32)), "weight_format"),
     "E5M2": (made(fp8_block(E5M2, across=128)), "weight_format"),
     "main_grad": (made(FP32_SCALES, accumulate_into_main_grad=True), "accumulate_into_main_grad"),
-    "change": (
-        lambda: setattr(stored(128, 128), "weight_format", fp8_block(across=128)),
-        "weight_format: .*cannot be changed",
-    ),
-    "quantized twice": (
-        call(fm.Sequential(fm.Quantize(weight="fp8_block"), stored(128, 128))),
-        "unquantized weight",
-    ),
-    "loaded": (
-        lambda: fm.load_experts(
-            fm.Sequential(stored(128, 128), fm.SquaredReLU(), stored(128, 128)),
-            up=torch.zeros(E, 128, 128),
-            down=torch.zeros(E, 128, 128),
-        ),
-        "layer: .*unquantized weights",
-    ),
-    "weights of the call": (
-        lambda: (
-            fm.Sequential(stored(128, 128))
-            .without_parameters()
-            .forward_with(
-                {"0.weight": torch.zeros(E, 128, 128), "0.weight_scale_inv": torch.ones(E, 1, 1)},
-                rows(128),
-                splits=SPLITS,
-            )
-        ),
-        "weight: .*float32",
-    ),
+    "change": (lambda: setattr(stored(128, 128), "weight_format", fp8_block(across=128)), "cannot be changed"),
+    "quantized twice": (call(fm.Sequential(fm.Quantize(weight="fp8_block"), stored(128, 128))), "unquantized weight"),
+    "loaded": (loaded, "layer: .*unquantized weights"),
+    "weights of the call": (weights_of_the_call, "weight: .*float32"),
     "fp64": (call(stored(128, 128, recipe="bf16"), rows(128, torch.float64)), "x: .*float64"),
     "values": (of(CODES.float(), SCALE), "weight: .*float32"),
     "two axes": (of(CODES[0], SCALE), r"weight: .*codes \(E, N, K\)"),
@@ -326,10 +250,10 @@ def test_refusals(case):
 
 
 def test_values_are_not_loaded_as_codes_nor_codes_as_values():
-    plain, layer = GroupedLinear(E, 128, 256), stored(256, 128)
+    unquantized, layer = GroupedLinear(E, 128, 256), stored(256, 128)
     before = layer.weight.clone()
     with pytest.raises(RuntimeError, match="weight: expected codes"):
-        layer.load_state_dict(plain.state_dict(), strict=False)
+        layer.load_state_dict(unquantized.state_dict(), strict=False)
     assert torch.equal(layer.weight.float(), before.float())
     with pytest.raises(RuntimeError, match="weight: expected values"):
-        plain.load_state_dict(layer.state_dict(), strict=False)
+        unquantized.load_state_dict(layer.state_dict(), strict=False)

@@ -1,12 +1,8 @@
-"""accumulate_into_main_grad: the weight's gradient is added to weight.main_grad, and autograd is told so.
-
-The convention is that of Megatron-LM and Transformer Engine; `Hook` is what Megatron's data-parallel wrapper does.
-"""
+"""accumulate_into_main_grad: the weight's gradient is added to weight.main_grad, and autograd is told so."""
 
 import pytest
 import torch
 from kit.compare import assert_bitwise
-from torch import nn
 
 import fusedmoe as fm
 
@@ -65,7 +61,6 @@ def test_calls_add_up(make, dtype):
     assert op.weight.main_grad is main_grad
     assert main_grad.data_ptr() == where
     assert op.weight.grad is None
-    assert not hasattr(op.weight, "grad_added_to_main_grad")
     assert make is dense or (main_grad[1] == 1).all(), "an expert without rows adds nothing"
 
 
@@ -79,7 +74,7 @@ def test_it_is_added_in_fp32():
 
 
 class Hook:
-    """Adds the gradient of autograd unless it was added already, drops it, and notes that it is ready."""
+    """Adds the gradient of autograd unless it was added already, and drops it: Megatron's data-parallel wrapper."""
 
     def __init__(self, weight):
         self.ready = []
@@ -107,14 +102,6 @@ def test_a_data_parallel_wrapper_sees_each_gradient_once(make, accumulate):
         torch.testing.assert_close(op.weight.main_grad, count * twin_of(op, x, dy).weight.grad.float())
 
 
-def test_the_gradient_of_autograd_is_contiguous():
-    op = with_main_grad(grouped(BF16))
-    op.weight.grad_added_to_main_grad = False
-    call(op, given(BF16)[0]).sum().backward()
-    assert op.weight.grad_added_to_main_grad is True
-    assert op.weight.grad.is_contiguous()
-
-
 @every_layer
 @pytest.mark.parametrize(("main_grad", "word"), [(None, "NoneType"), ("bf16", "bfloat16"), ("shape", r"\(2, 2\)")])
 def test_no_main_grad_or_one_that_does_not_fit(make, main_grad, word):
@@ -132,30 +119,10 @@ def test_main_grad_may_be_replaced_and_switched_on_between_calls():
     assert not op.weight.main_grad.any()
     grad, op.weight.grad = op.weight.grad, None
     op.accumulate_into_main_grad = True
-    assert "accumulate_into_main_grad=True" in repr(op)
-    assert isinstance(op.weight, nn.Parameter)
     for _ in range(2):
         main_grad = with_main_grad(op).weight.main_grad
         call(op, x).backward(dy)
         assert_bitwise(main_grad, grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16])
-def test_in_a_chain(dtype):
-    def mlp(accumulate):
-        first = fm.GroupedLinear(E, K, 2 * N, dtype=dtype, accumulate_into_main_grad=accumulate)
-        second = fm.GroupedLinear(E, N, K, dtype=dtype, accumulate_into_main_grad=accumulate)
-        return fm.Sequential(first, fm.SwiGLU(), second)
-
-    plain, chain, x = mlp(False), mlp(True), given(dtype)[0]
-    chain.load_state_dict(plain.state_dict())
-    for op in (chain[0], chain[2]):
-        with_main_grad(op)
-    for module in (plain, chain):
-        module(x, splits=SPLITS).square().sum().backward()
-    for i in (0, 2):
-        assert_bitwise(chain[i].weight.main_grad.to(dtype), plain[i].weight.grad)
-        assert chain[i].weight.grad is None
 
 
 def test_autocast_accumulates_into_the_parameters_own():

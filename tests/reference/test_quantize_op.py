@@ -1,136 +1,61 @@
-"""`Quantize`, and chains that compute with quantized values, against loops over the experts: each expert's rows,
-gradients and weight are quantized on their own, along the axis that a product sums over, and multiplied in fp64.
+"""`Quantize`, and chains under recipes, against products in fp64 of operands that are quantized expert by expert."""
 
-Axes: R rows, E experts, K features in, N features out, T tokens.
-"""
-
-import copy
 from dataclasses import replace
 
 import pytest
 import torch
 from kit.compare import assert_accurate, assert_bitwise, pairwise
-from kit.formats import HADAMARD
 from kit.layers import leaf, outcome, poison_tail
-from kit.oracles import scale
-from kit.rounding import relative_error
-from kit.splits import TAIL, UNEVEN, UNEVEN_ROWS, expert_rows, slots_by_expert
+from kit.oracles import exact_copies, exact_outcome, glu, grouped_linear, quantized, scale, values_of
+from kit.splits import TAIL, UNEVEN, UNEVEN_ROWS, expert_rows
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.numerics.formats import Format, QuantizedTensor, mxfp8
+from fusedmoe.numerics.formats import Delayed, QuantizedTensor, mxfp8
 from fusedmoe.numerics.formats.roles import ROLES, nvfp4_roles
-from fusedmoe.numerics.recipes import NVFP4, RECIPES
+from fusedmoe.numerics.recipes import NVFP4, RECIPES, FP8Tensor
 from fusedmoe.ops import quantize as quantize_op
 
 E, K, N = 4, 80, 72  # no whole blocks
 LIVE = UNEVEN_ROWS - TAIL
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-# the recipes that draw random bits have tests of their own
-ORACLE_ROLES = {name: nvfp4_roles(stochastic_rounding=False) if name == "nvfp4" else r for name, r in ROLES.items()}
-ORACLE_RECIPES = {name: NVFP4(stochastic_rounding=False) if name == "nvfp4" else RECIPES[name] for name in ROLES}
+
+def unquantized_wgrad(quantizer):
+    return replace(quantizer, wgrad="bf16", hadamard=False)
+
+
+# random bits have tests of their own
+NAMED = {
+    name: (RECIPES[name], roles) if name != "nvfp4" else (NVFP4(stochastic_rounding=False), nvfp4_roles(True, False))
+    for name, roles in ROLES.items()
+}
+NAMED |= {
+    f"{name}:wgrad=bf16": (
+        replace(recipe, wgrad="bf16"),
+        roles._replace(input=unquantized_wgrad(roles.input), grad=unquantized_wgrad(roles.grad)),
+    )
+    for name, (recipe, roles) in NAMED.items()
+}
 every_name = pytest.mark.parametrize("name", ROLES)
+every_recipe = pytest.mark.parametrize(("recipe", "roles"), NAMED.values(), ids=NAMED)
 
 
-def meaning(x, quantizer, axis=-1):
-    """The values of a matrix once it is quantized, in fp64."""
-    if quantizer is None:
-        return x.double()
-    return fm.quantize(x, quantizer, axis).dequantize(torch.float32).double()
-
-
-def over_rows(dy, grad, x, forward):
-    """``dy.T @ x`` of one expert: two rotated operands where they lie, in the rotated space, padding included."""
-    if not (grad and forward and grad.hadamard and forward.hadamard):
-        return meaning(dy, grad, -2).T @ meaning(x, forward, -2)
-    codes = [fm.quantize(t, quantizer, -2) for t, quantizer in ((dy, grad), (x, forward))]
-    a, b = (replace(q, rotated=False, shape=(q.length, q.shape[1])) for q in codes)
-    return a.dequantize(torch.float32).double().T @ b.dequantize(torch.float32).double()
-
-
-class Layer:
-    """A linear layer by hand; its gradients stay in `dw` and `db`."""
-
-    def __init__(self, op, roles, splits=UNEVEN):
-        self.weight, self.bias, self.roles, self.splits = op.weight.detach(), op.bias, roles, splits
-
-    def forward(self, x):
-        self.x = x
-        y = torch.zeros(x.shape[0], self.weight.shape[1], dtype=torch.float64)
-        for e, first, end in expert_rows(self.splits):
-            if end > first:
-                y[first:end] = meaning(x[first:end], self.roles.input) @ meaning(self.weight[e], self.roles.weight).T
-                y[first:end] += 0 if self.bias is None else self.bias[e].detach().double()
-        return y.to(x.dtype)
-
-    def backward(self, dy):
-        dx = torch.zeros(self.x.shape, dtype=torch.float64)
-        self.dw = torch.zeros(self.weight.shape, dtype=torch.float64)
-        self.db = torch.zeros(self.weight.shape[:2], dtype=torch.float64)
-        for e, first, end in expert_rows(self.splits):
-            if end > first:
-                grad, part = self.roles.grad, dy[first:end]
-                dx[first:end] = meaning(part, grad) @ meaning(self.weight[e], self.roles.weight, -2)
-                self.dw[e] = over_rows(part, grad, self.x[first:end], self.roles.input)
-                self.db[e] = part.double().sum(0)
-        return dx.to(dy.dtype)
-
-
-class Elementwise:
-    """Anything that sums over nothing: fp64, and autograd."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def forward(self, x):
-        self.x = x.detach().double().requires_grad_()
-        self.y = self.function(self.x)
-        return self.y.detach().to(x.dtype)
-
-    def backward(self, dy):
-        return torch.autograd.grad(self.y, self.x, dy.double())[0].to(dy.dtype)
-
-
-class Rounded:
+class Rounded(torch.autograd.Function):
     """A `Quantize` among ops that sum over nothing: it gives the values of the codes."""
 
-    def __init__(self, op, splits=UNEVEN):
-        self.op, self.splits = op, splits
-
-    def _by_expert(self, x, quantizer):
-        if quantizer is None:
-            return x
+    @staticmethod
+    def forward(ctx, x, quantizer, grad_quantizer, splits=UNEVEN):
+        ctx.again = grad_quantizer, None, splits
         y = torch.zeros_like(x)
-        for _, first, end in expert_rows(self.splits):
+        for _, first, end in expert_rows(splits):
             if end > first:
-                y[first:end] = meaning(x[first:end], quantizer).to(x.dtype)
+                y[first:end] = values_of(x[first:end], quantizer)
         return y
 
-    def forward(self, x):
-        return self._by_expert(x, self.op.quantizer)
-
-    def backward(self, dy):
-        return self._by_expert(dy, self.op.grad_quantizer)
-
-
-def swiglu(x):
-    gate, up = x.chunk(2, dim=-1)
-    return gate * torch.sigmoid(gate) * up
-
-
-def by_hand(ops, x, dy):
-    x = x.detach()
-    for op in ops:
-        x = op.forward(x)
-    for op in reversed(ops):
-        dy = op.backward(dy)
-    return {"y": x, "x": dy}
-
-
-def of_layer(layer, prefix=""):
-    found = {f"{prefix}weight": layer.dw}
-    return found | ({} if layer.bias is None else {f"{prefix}bias": layer.db})
+    @staticmethod
+    def backward(ctx, dy):
+        return Rounded.apply(dy, *ctx.again), None, None, None
 
 
 def drawn(chain):
@@ -155,10 +80,12 @@ def given(width=K, out=N, dtype=torch.float32, **more):
 IN_A_CHAIN = 2.5e-3
 
 
-def assert_by_hand(found, want, bound=1e-6):
-    assert_accurate(found, {k: t.double() for k, t in want.items()}, bound)
+def assert_exact(module, call, recipe, roles, bound):
+    found = outcome(module, **call, recipe=recipe)
+    assert_accurate(found, exact_outcome(module, **call, linear=quantized(roles)), bound)
     for name in ("y", "x"):
         assert found[name].shape[0] != UNEVEN_ROWS or not found[name][LIVE:].any(), name
+    return found
 
 
 # --- alone ---------------------------------------------------------------------------------------------------------
@@ -167,32 +94,26 @@ def assert_by_hand(found, want, bound=1e-6):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_name
 def test_alone_it_returns_the_values_of_the_codes(name, dtype):
-    x, backward = rows(dtype=dtype, tail=0), ORACLE_ROLES[name].grad
-    quantized = fm.quantize(x.detach(), ROLES[name].input).dequantize()
-    for op, want_y in ((fm.Quantize(name), quantized), (fm.Quantize(backward=backward), x.detach())):
+    x, backward = rows(dtype=dtype, tail=0), NAMED[name][1].grad
+    values = fm.quantize(x.detach(), ROLES[name].input).dequantize()
+    for op, want_y in ((fm.Quantize(name), values), (fm.Quantize(backward=backward), x.detach())):
         found = outcome(op, x, dy := torch.randn(x.shape).to(dtype))
-        want_dx = dy if want_y is quantized else fm.quantize(dy, backward).dequantize()  # straight through
+        want_dx = dy if want_y is values else fm.quantize(dy, backward).dequantize()  # straight through
         assert_bitwise(found, {"y": want_y, "x": want_dx})
-    assert not torch.equal(quantized, x)
+    assert not torch.equal(values, x)
 
 
-@pytest.mark.parametrize("around", [lambda op: op, fm.Sequential], ids=["op", "chain of one"])
-@pytest.mark.parametrize("shape", [(3, 5, 64), (2, 3, 4, 64), (1, 64), (0, 64)], ids=str)
-def test_both_directions_and_several_leading_axes(around, shape):
+@pytest.mark.parametrize("shape", [(2, 3, 4, 64), (0, 64)], ids=str)
+def test_both_directions_and_several_leading_axes(shape):
     x, dy = leaf(*shape, dtype=torch.float32), torch.randn(shape)
-    found = outcome(around(fm.Quantize("mxfp8", "fp8_row")), x, dy)
     want_y = fm.quantize(x.detach().flatten(0, -2), ROLES["mxfp8"].input).dequantize()
     want_dx = fm.quantize(dy.flatten(0, -2), ROLES["fp8_row"].grad).dequantize()
-    assert_bitwise(found, {"y": want_y.view(shape), "x": want_dx.view(shape)}, zeros=not x.numel())
-
-
-def test_formats_quantizers_and_nothing():
-    x, dy = rows(tail=0), torch.randn(UNEVEN_ROWS, K)
-    expected = outcome(fm.Quantize("mxfp8"), x, dy)
-    for same in (mxfp8(), fm.Quantizer(mxfp8())):
-        assert_bitwise(outcome(fm.Quantize(same), x, dy), expected)
-    assert_bitwise(outcome(fm.Quantize(), x, dy), {"y": x.detach(), "x": dy})
-    assert isinstance(fm.Quantize(mxfp8()).quantizer.format, Format)
+    for forward in ("mxfp8", mxfp8(), fm.Quantizer(mxfp8())):
+        op = fm.Quantize(forward, "fp8_row")
+        for module in (op, fm.Sequential(op)):
+            want = {"y": want_y.view(shape), "x": want_dx.view(shape)}
+            assert_bitwise(outcome(module, x, dy), want, zeros=not x.numel())
+    assert_bitwise(outcome(fm.Quantize(), x, dy), {"y": x.detach(), "x": dy}, zeros=not x.numel())
 
 
 def hooked(chain):
@@ -202,7 +123,6 @@ def hooked(chain):
 
 DOUBLE = fm.GroupedLinear(E, K, N, dtype=torch.float64)
 REFUSED = {
-    "fp64": (lambda: fm.Quantize("mxfp8")(torch.ones(3, 64).double()), "Quantize.*x: .*float64"),
     "int32": (lambda: fm.Quantize("mxfp8")(torch.ones(3, 64).int()), "Quantize.*x: .*int32"),
     "one axis": (lambda: fm.Quantize("mxfp8")(torch.ones(64)), "x: expected shape"),
     "chain in fp64": (
@@ -232,26 +152,24 @@ def test_refusals(case):
 ROUNDED_ONCE = {torch.float32: 1e-6, torch.bfloat16: 0.004, torch.float16: 0.0005}
 
 
-@pytest.mark.parametrize(("name", "bias", "dtype"), pairwise([*ROLES], [False, True], DTYPES), ids=str)
+@pytest.mark.parametrize(("name", "bias", "dtype"), pairwise([*NAMED], [False, True], DTYPES), ids=str)
 def test_a_grouped_layer(name, bias, dtype):
-    fc, call = drawn(fm.GroupedLinear(E, K, N, bias=bias)).to(dtype), given(dtype=dtype)
-    layer = Layer(fc, ORACLE_ROLES[name])
-    want = by_hand([layer], call["x"], call["dy"]) | of_layer(layer)
-    found = outcome(fc, **call, recipe=ORACLE_RECIPES[name])
+    fc, bound = drawn(fm.GroupedLinear(E, K, N, bias=bias)).to(dtype), ROUNDED_ONCE[dtype]
+    bound *= 2 if bias and dtype is not torch.float32 else 1
+    found = assert_exact(fc, given(dtype=dtype), *NAMED[name], bound)
     assert all(t.dtype is dtype for t in found.values())
-    assert_by_hand(found, want, ROUNDED_ONCE[dtype] * (2 if bias and dtype is not torch.float32 else 1))
     assert not found["weight"][1].any()
 
 
-@pytest.mark.parametrize(("name", "shape"), pairwise([*ROLES], [(70,), (5, 14), (2, 1, 35)]), ids=str)
-def test_a_dense_layer(name, shape):
-    fc, x, dy = drawn(fm.Linear(K, N)), leaf(*shape, K, dtype=torch.float32), torch.randn(*shape, N)
-    one = copy.deepcopy(fc)
-    one.weight, one.bias = nn.Parameter(fc.weight.detach()[None]), nn.Parameter(fc.bias.detach()[None])
-    layer = Layer(one, ORACLE_ROLES[name], torch.tensor([70]))
-    want = by_hand([layer], x.flatten(0, -2), dy.flatten(0, -2))
-    want = {"y": want["y"].view(*shape, N), "x": want["x"].view(*shape, K), "weight": layer.dw[0], "bias": layer.db[0]}
-    assert_accurate(outcome(fc, x, dy, ORACLE_RECIPES[name]), {k: t.double() for k, t in want.items()}, 1e-6)
+@every_recipe
+def test_a_dense_layer(recipe, roles):
+    fc, x, dy = drawn(fm.Linear(K, N)), leaf(5, 14, K, dtype=torch.float32), torch.randn(5, 14, N)
+    assert_exact(fc, {"x": x, "dy": dy}, recipe, roles, 1e-6)
+
+
+def test_a_dense_layer_among_sorted_rows():
+    chain = drawn(fm.Sequential(fm.GroupedLinear(E, K, N), fm.Linear(N, K)))
+    assert_exact(chain, given(out=K), *NAMED["mxfp8:wgrad=bf16"], IN_A_CHAIN)
 
 
 PARTS = {
@@ -260,77 +178,56 @@ PARTS = {
     "backward": {"input": None, "weight": None},
     "forward and weight": {"grad": None},
     "formats that differ": {"weight": ROLES["fp8_block"].weight, "grad": ROLES["fp8_tensor"].grad},
+    "unquantized rows for the weight gradient": {"input": unquantized_wgrad(ROLES["mxfp8"].input)},
+    "unquantized gradients for the weight gradient": {"grad": unquantized_wgrad(ROLES["mxfp8"].grad)},
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "fp8_tensor"])
 def test_each_operand_may_be_quantized_alone(name, part):
-    roles = ORACLE_ROLES[name]._replace(**PARTS[part])
+    roles = NAMED[name][1]._replace(**PARTS[part])
     fc, call = drawn(fm.GroupedLinear(E, K, N, bias=True)), given()
-    poison_tail(LIVE, call["x"], value=0)  # plain products sum every row
-    layer = Layer(fc, roles)
-    want = by_hand([layer], call["x"], call["dy"]) | of_layer(layer, "1.")
+    poison_tail(LIVE, call["x"], call["dy"], value=0)  # plain products sum every row
     chain = fm.Sequential(fm.Quantize(roles.input, weight=roles.weight), fc, fm.Quantize(backward=roles.grad))
-    assert_by_hand(outcome(chain, **call), want)
+    want = exact_outcome(fc, **call, linear=quantized(roles))
+    assert_accurate([*outcome(chain, **call).values()], [*want.values()], 1e-6)
 
 
-def test_the_weight_gradient_of_rotated_tiles_is_that_of_the_tiles_rotated_back():
-    """The matrix of the rotation is spelled out here; both operands stand rotated in the product."""
-    roles, splits, matrix = ORACLE_ROLES["nvfp4"], torch.tensor([20, 33]), torch.from_numpy(HADAMARD)
-    fc, x, dy, expected = drawn(fm.GroupedLinear(2, K, N)), torch.randn(53, K), torch.randn(53, N), []
-    for _, first, end in expert_rows(splits):
-        tiles = []
-        for t, quantizer in ((dy, roles.grad), (x, roles.input)):
-            part = nn.functional.pad(t[first:end], (0, 0, 0, -(end - first) % 16)).double()
-            rotated = torch.einsum("tik, ij -> tjk", part.unflatten(0, (-1, 16)), matrix).flatten(0, 1)
-            tiles.append(meaning(rotated.to(torch.bfloat16), fm.Quantizer(quantizer.format), -2))
-        expected.append(tiles[0].T @ tiles[1])
-    dw = outcome(fc, x, dy, NVFP4(stochastic_rounding=False), splits=splits)["weight"]
-    # sums in another order: a rounding to bf16 may fall the other way
-    assert_accurate(dw, torch.stack(expected), 1e-3)
-    assert relative_error(dw, torch.einsum("rn, rk -> nk", dy, x).expand_as(dw).double()) > 0.05
+def test_an_unquantized_weight_gradient_is_not_rounded_stochastically():
+    fc, call, found = fm.GroupedLinear(E, K, N), given(), []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(outcome(fc, **call, recipe=NVFP4(wgrad="bf16")))
+    assert_bitwise(found[0]["weight"], found[1]["weight"])
+    assert not torch.equal(found[0]["x"], found[1]["x"])
 
 
 # --- chains --------------------------------------------------------------------------------------------------------
 
 
-def mlp(bias=True):
-    up, down = fm.GroupedLinear(E, K, 2 * N, bias=bias), fm.GroupedLinear(E, N, K, bias=bias)
+def mlp():
+    up, down = fm.GroupedLinear(E, K, 2 * N, bias=True), fm.GroupedLinear(E, N, K, bias=True)
     return drawn(fm.Sequential(up, fm.SwiGLU(), fm.Scale("probs"), down))
 
 
-@every_name
-def test_a_chain_under_a_recipe(name):
-    chain, call = mlp(), given(out=K, probs=torch.rand(UNEVEN_ROWS).requires_grad_())
-    weights = call["probs"].detach().double().requires_grad_()
-    up, down = (Layer(chain[i], ORACLE_ROLES[name]) for i in (0, 3))
-    scaled = Elementwise(lambda t: scale(t, weights))
-    ops = [up, Elementwise(swiglu), scaled, down]
-    want = by_hand(ops, call["x"], call["dy"])
-    live = torch.arange(UNEVEN_ROWS) < LIVE
-    d_scaled = down.backward(call["dy"])  # again, for the gradient of the routing weights
-    want["probs"] = (d_scaled.double() * scaled.x.detach()).sum(1) * live
-    found = outcome(chain, **call, recipe=ORACLE_RECIPES[name])
-    assert_by_hand(found, {k: ({**want, **of_layer(up, "0."), **of_layer(down, "3.")})[k] for k in found}, IN_A_CHAIN)
-    assert not found["probs"][~live].any()
+@every_recipe
+def test_a_chain(recipe, roles):
+    call = given(out=K, probs=torch.rand(UNEVEN_ROWS).requires_grad_())
+    found = assert_exact(mlp(), call, recipe, roles, IN_A_CHAIN)
+    assert not found["probs"][LIVE:].any()
 
 
-@pytest.mark.parametrize(("name", "dtype"), pairwise([*RECIPES], DTYPES), ids=str)
-def test_a_recipe_may_as_well_be_written_down(name, dtype):
-    chain, roles = mlp().to(dtype), RECIPES[name].roles()
-    call = given(out=K, dtype=dtype, probs=torch.rand(UNEVEN_ROWS).requires_grad_())
-    torch.manual_seed(5)
-    inserted = outcome(chain, **call, recipe=name)
-    fm.clear_weight_cache(chain)
-    up, act, scaled, down = chain
-
-    def around(op):
-        return fm.Quantize(roles.input, weight=roles.weight), op, fm.Quantize(backward=roles.grad)
-
-    torch.manual_seed(5)
-    written = outcome(fm.Sequential(*around(up), act, scaled, *around(down)), **call)
-    assert_bitwise([*written.values()], [*inserted.values()])
+@pytest.mark.parametrize("weights", ["probs", None])
+@every_recipe
+def test_a_routed_chain(recipe, roles, weights):
+    index = torch.stack([torch.randperm(E)[:2] for _ in range(30)])
+    index[3, 1] = -1  # a slot without an expert
+    layers = [fm.GroupedLinear(E, K, 2 * N), fm.SwiGLU(), fm.GroupedLinear(E, N, K)]
+    chain = drawn(fm.Sequential(fm.Dispatch(), *layers, fm.Combine(weights)))
+    call = {"x": leaf(30, K, dtype=torch.float32), "dy": torch.randn(30, K), "expert_index": index}
+    call["expert_weight"] = torch.rand(30, 2).requires_grad_(weights is not None)
+    assert_exact(chain, call, recipe, roles, IN_A_CHAIN)
 
 
 class Cube(nn.Module):
@@ -339,70 +236,64 @@ class Cube(nn.Module):
         return x**3
 
 
-@pytest.mark.parametrize(("follower", "function"), [(Cube(), lambda t: t**3), (fm.Quantize("fp8_row"), None)])
-def test_a_foreign_module_or_another_quantize_gets_the_values_of_the_codes(follower, function):
-    chain, x, one = fm.Sequential(fm.Quantize("mxfp8", "mxfp8"), follower), rows(tail=0), torch.tensor([UNEVEN_ROWS])
-    last = Elementwise(function) if function else Rounded(follower, one)
-    dy = torch.randn_like(chain(x))
-    want = by_hand([Rounded(chain[0], one), last], x, dy)
-    assert_accurate(outcome(chain, x, dy), {k: t.double() for k, t in want.items()}, 1e-6)
+@pytest.mark.parametrize("follower", [Cube(), fm.Quantize("fp8_row")])
+def test_a_foreign_module_or_another_quantize_gets_the_values_of_the_codes(follower):
+    mx, one = ROLES["mxfp8"].input, torch.tensor([UNEVEN_ROWS])
+
+    def function(x):
+        x = Rounded.apply(x, mx, mx, one)
+        return x**3 if isinstance(follower, Cube) else Rounded.apply(x, ROLES["fp8_row"].input, None, one)
+
+    chain, x, dy = fm.Sequential(fm.Quantize("mxfp8", "mxfp8"), follower), rows(tail=0), torch.randn(UNEVEN_ROWS, K)
+    want = outcome(chain, *exact_copies(x), dy.double(), call=function)
+    assert_accurate(outcome(chain, x, dy), want, 1e-6)
 
 
 @pytest.mark.parametrize("where", ["first", "last", "middle"])
 @every_name
 def test_among_rows_sorted_by_expert(name, where):
     """Experts share nothing, wherever it stands; rows of none come out as zeros."""
-    quantize = fm.Quantize(ORACLE_ROLES[name].input, ORACLE_ROLES[name].grad)
-    fc, probs = drawn(fm.GroupedLinear(E, K, 2 * N)), torch.rand(UNEVEN_ROWS) + 0.5
-    plain, rounded = Layer(fc, ROLES["mxfp8"]._replace(input=None, weight=None, grad=None)), Rounded(quantize)
-    glu, weighted = Elementwise(swiglu), Elementwise(lambda t: t * probs.double()[:, None])
-    if where == "first":  # the layer multiplies its values
-        chain, ops = [quantize, fm.Scale("probs"), fc], [rounded, weighted, plain]
-    elif where == "last":
-        chain, ops = [fc, fm.SwiGLU(), quantize], [plain, glu, rounded]
-    else:  # the layer's gradients are products of the codes
-        chain, ops = [fc, quantize, fm.SwiGLU()], [plain, Rounded(fm.Quantize(quantize.quantizer)), glu]
-        plain.roles = plain.roles._replace(grad=quantize.grad_quantizer)
+    roles = NAMED[name][1]
+    op, fc, probs = fm.Quantize(roles.input, roles.grad), drawn(fm.GroupedLinear(E, K, 2 * N)), torch.rand(UNEVEN_ROWS)
+    multiplied = quantized(roles._replace(input=None, weight=None))
+    chain, function = {
+        # the layer multiplies its values
+        "first": (
+            [op, fm.Scale("probs"), fc],
+            lambda x, w: grouped_linear(scale(Rounded.apply(x, roles.input, roles.grad), probs), w, None, UNEVEN),
+        ),
+        "last": (
+            [fc, fm.SwiGLU(), op],
+            lambda x, w: Rounded.apply(glu(grouped_linear(x, w, None, UNEVEN), "swiglu"), roles.input, roles.grad),
+        ),
+        # the layer's gradients are products of the codes
+        "middle": (
+            [fc, op, fm.SwiGLU()],
+            lambda x, w: glu(Rounded.apply(multiplied(x, w, None, UNEVEN), roles.input, None), "swiglu"),
+        ),
+    }[where]
     call = given(out=2 * N if where == "first" else N, **({"probs": probs} if where == "first" else {}))
     with torch.no_grad():
         call["x"][5] *= 100  # scales of one expert that would not fit another
-    want, found = by_hand(ops, call["x"], call["dy"]), outcome(fm.Sequential(*chain), **call)
-    # the oracle reads the tail
-    assert_accurate([found[k][:LIVE] for k in ("y", "x")], [want[k][:LIVE].double() for k in ("y", "x")], IN_A_CHAIN)
-    assert_accurate(found[f"{chain.index(fc)}.weight"], plain.dw, IN_A_CHAIN)
+    found = outcome(fm.Sequential(*chain), **call)
+    poison_tail(LIVE, call["x"], call["dy"], value=0)
+    x, weight = exact_copies(call["x"], fc.weight)
+    y = function(x, weight)
+    want = [y.detach(), *torch.autograd.grad(y, (x, weight), call["dy"].double())]
+    assert_accurate([*found.values()], want, IN_A_CHAIN)
     assert not found["y"][LIVE:].any()
     assert not found["x"][LIVE:].any()
 
 
-@pytest.mark.parametrize("weights", ["probs", None])
-@every_name
-def test_a_routed_chain(name, weights):
-    roles, tokens = ORACLE_ROLES[name], 30
-    index = torch.stack([torch.randperm(E)[:2] for _ in range(tokens)])
-    index[3, 1] = -1  # a slot without an expert
-    by_expert = slots_by_expert(index, E)
-    splits, token_of = torch.bincount(index[index >= 0], minlength=E), torch.tensor([t for t, _ in by_expert])
-    layers = [fm.GroupedLinear(E, K, 2 * N), fm.SwiGLU(), fm.GroupedLinear(E, N, K)]
-    chain = drawn(fm.Sequential(fm.Dispatch(), *layers, fm.Combine(weights)))
-    x, dy, weight = leaf(tokens, K, dtype=torch.float32), torch.randn(tokens, K), torch.rand(tokens, 2)
-    weight.requires_grad_(weights is not None)
-    factor = torch.stack([weight[slot].detach() for slot in by_expert])[:, None].double()
-    factor = factor if weights else torch.ones_like(factor)
-    up, down = Layer(chain[1], roles, splits), Layer(chain[3], roles, splits)
-    dy_rows = (dy[token_of].double() * factor).float()
-    of_rows = by_hand([up, Elementwise(swiglu), down], x[token_of], dy_rows)
-    zeros = torch.zeros(tokens, K, dtype=torch.float64)
-    want = {
-        "y": zeros.index_add(0, token_of, of_rows["y"].double() * factor),
-        "x": zeros.index_add(0, token_of, of_rows["x"].double()),
-    }
-    if weights:
-        want["expert_weight"] = torch.zeros(tokens, 2, dtype=torch.float64)
-        for row, (t, k) in enumerate(by_expert):
-            want["expert_weight"][t, k] = (of_rows["y"][row].double() * dy[t].double()).sum()
-    want |= of_layer(up, "1.") | of_layer(down, "3.")
-    found = outcome(chain, x, dy, ORACLE_RECIPES[name], expert_index=index, expert_weight=weight)
-    assert_accurate(found, want, IN_A_CHAIN)
+def test_delayed_scaling_records_every_amax_with_unquantized_weight_gradients_too():
+    chains, call = [mlp(), mlp()], given(out=K, probs=torch.rand(UNEVEN_ROWS))
+    chains[1].load_state_dict(chains[0].state_dict())
+    for _ in range(2):
+        for chain, wgrad in zip(chains, ("quantized", "bf16"), strict=True):
+            outcome(chain, **call, recipe=FP8Tensor(delayed=Delayed(history=3), wgrad=wgrad))
+    histories = [{k: v for k, v in c.state_dict().items() if "amax_history" in k} for c in chains]
+    assert len(histories[0]) == 2 * 3 * 2
+    assert_bitwise(*histories)
 
 
 # --- its cost ------------------------------------------------------------------------------------------------------
@@ -446,14 +337,15 @@ def test_nothing_is_quantized_twice(calls):
             assert plan.kept == ()
             assert chain(x, **named).grad_fn is None
         assert calls() == [ROWS_ROW] * 2 + [WEIGHT_ROW] * 2
+    with fm.recipe("mxfp8:wgrad=bf16"):
+        chain(x.detach(), **named).sum().backward()
+        rows_of = [call for call in calls() if call[0] == 2]
+        assert rows_of == [ROWS_ROW] * 3  # of the two gradients, the second layer's alone
     up, act, _, down = chain  # by an op of the chain
     y = (chain := fm.Sequential(up, act, fm.Quantize("mxfp8"), down))(x, splits=UNEVEN)
     assert calls() == [ROWS_COLUMN, ROWS_ROW]
     y.sum().backward()
     assert calls() == []
-    with torch.no_grad():
-        chain(x, splits=UNEVEN)
-    assert calls() == [ROWS_ROW]
 
 
 @pytest.mark.parametrize("count", [0, 7])

@@ -1,6 +1,5 @@
 """Router against the published formulas, token by token, and in chains against its own formulas under autograd."""
 
-import copy
 import math
 
 import pytest
@@ -24,7 +23,6 @@ def router(dtype=F32, **options):
 
 
 def best(values, count):
-    """Indices of the largest, in descending order."""
     return sorted(range(len(values)), key=lambda i: -values[i])[:count]
 
 
@@ -144,17 +142,6 @@ def test_corrections():
 
 
 @every_score
-def test_gradients_reach_tokens_and_weights(score):
-    r, x = router(F64, score=score, top_k=3, bias=True, scale=1.5), leaf(5, HIDDEN)
-
-    def run(x, weight, bias):
-        return torch.func.functional_call(r, {"weight": weight, "bias": bias}, (x,))[1:]
-
-    assert torch.autograd.gradcheck(run, (x, r.weight, r.bias))
-    assert torch.autograd.gradgradcheck(run, (x, r.weight, r.bias), fast_mode=True)
-
-
-@every_score
 @pytest.mark.parametrize("autocast", [False, True])
 def test_logits_of_bf16_tokens_are_fp32(score, autocast):
     r, x = router(BF16, score=score, bias=True), torch.randn(T, HIDDEN).bfloat16()
@@ -206,18 +193,6 @@ def test_losses_are_those_of_the_papers(score, default):
         assert loss.item() == pytest.approx(want, rel=1e-12)
         assert loss.dtype is F64
         assert loss.dim() == 0
-
-
-@pytest.mark.parametrize("loss", ["load_balancing_loss", "z_loss"])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_gradients_of_the_losses(score, loss):
-    r, x = router(F64, score=score), leaf(6, HIDDEN)
-
-    def run(x, weight):
-        return getattr(r.stats(torch.func.functional_call(r, {"weight": weight}, (x,))), loss)
-
-    assert torch.autograd.gradcheck(run, (x, r.weight))
-    assert torch.autograd.grad(run(x, r.weight), r.weight)[0].any()
 
 
 def test_update_bias_takes_steps_of_the_sign():
@@ -335,11 +310,14 @@ def test_gradients_alone_have_the_dtypes_of_their_tensors(dtype, frozen, autocas
 
 
 @every_score
-def test_second_derivatives(score):
+@pytest.mark.parametrize("in_a_chain", [False, True])
+def test_second_derivatives(score, in_a_chain):
     router, x = router_of(score=score), leaf(3, HIDDEN)
     chain = fm.Sequential(router, *experts_of(), Observe("router_logits", "probs_sum", "z_sum"))
 
     def run(x, weight, bias):
+        if not in_a_chain:
+            return torch.func.functional_call(router, {"weight": weight, "bias": bias}, (x,))[1:]
         return torch.func.functional_call(chain, {"0.weight": weight, "0.bias": bias}, (x,))
 
     assert torch.autograd.gradgradcheck(run, (x, router.weight, router.bias), fast_mode=True)
@@ -355,11 +333,6 @@ def test_frozen_parts(frozen):
     assert ("0.RouterWeightGrad" in backward) == (not frozen[0])
     assert ("0.DRouter" in backward) == (not frozen[2])
     assert ("0.RouterLogitsGrad" in backward) == (not (frozen[0] and frozen[2]))
-    if not any(frozen):  # for fused kernels they are adjacent
-        assert backward[-6:] == [
-            "1.DispatchWeightGrad", "1.DDispatch",
-            "0.RouterLogitsGrad", "0.RouterBiasGrad", "0.RouterWeightGrad", "0.DRouter",
-        ]  # fmt: skip
     wanted = [t for t in (x, router.weight, router.bias, experts[1].weight) if t.requires_grad]
     if wanted:
         assert_same_function(chain(x), alone(router, experts, x), wanted, rtol=1e-12)
@@ -369,20 +342,6 @@ def test_rows_that_use_no_weight_still_reach_the_tokens():
     router, x = router_of(), leaf(T, HIDDEN)
     y, dx = with_gradients(fm.Sequential(router, fm.Dispatch(E), fm.Combine(None))(x), [x])
     assert_close([y, dx], [K * x, torch.full_like(x, K)])
-
-
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
-def test_a_router_in_fp32_and_tokens_in_any_dtype(dtype):
-    router, experts, x = router_of(F32), experts_of(dtype), leaf(T, HIDDEN, dtype=dtype)
-    chain = fm.Sequential(router, *experts)
-    y = chain(x)
-    assert torch.equal(y, alone(router, experts, x))
-    exact, exact_x, dy = copy.deepcopy(chain).double(), x.detach().double().requires_grad_(), torch.randn_like(y)
-    found = with_gradients(y, (x, *chain.parameters()), dy)
-    want = with_gradients(exact(exact_x), (exact_x, *exact.parameters()), dy.double())
-    assert [t.dtype for t in found[1:]] == [t.dtype for t in (x, *chain.parameters())]
-    bound = 4 * ROUNDOFF[dtype] if dtype is BF16 else error_bound(F32, HIDDEN, HIDDEN, T, roundings=0)
-    assert_accurate(found, want, bound)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
@@ -400,15 +359,11 @@ def test_autocast_does_not_round_what_the_router_reads(dtype):
     assert_accurate(found, [t.double() for t in with_gradients(expected, wanted, dy)], 2 * ROUNDOFF[BF16])
 
 
-def test_chains_under_autocast():
-    chain, x = fm.Sequential(router_of(F32), *experts_of(F32)), torch.randn(T, HIDDEN)
-    assert len(chain.explain(x).parts) == 1
-    after_a_module = fm.Sequential(nn.LayerNorm(HIDDEN), *chain)
+def test_a_module_before_the_router_gives_fp32_rows_under_autocast():
+    norm, chain, x = nn.LayerNorm(HIDDEN), fm.Sequential(router_of(F32), *experts_of(F32)), torch.randn(T, HIDDEN)
     with torch.autocast("cpu", BF16):
-        assert [title for title, _ in chain.explain(x).parts] == ["chain 0", "chain 1 to 3"]
-        assert len(chain.explain(x.bfloat16()).parts) == 1
-        found = after_a_module(x.bfloat16())  # which gives fp32 rows
-        assert torch.equal(found, alone(chain[0], chain[1:], after_a_module[0](x.bfloat16())))
+        found = fm.Sequential(norm, *chain)(x.bfloat16())
+        assert torch.equal(found, alone(chain[0], chain[1:], norm(x.bfloat16())))
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -447,13 +402,12 @@ def test_nan(options):
 
 
 def test_two_layers_in_one_sequential_and_refusals():
-    layers = [
-        [r, fm.Dispatch(), fm.GroupedLinear(E, HIDDEN, HIDDEN), fm.Combine()]
-        for r in (router_of(F32), router_of(F32, score="sigmoid"))
-    ]
-    x, first, second = torch.randn(T, HIDDEN), fm.Sequential(*layers[0]), fm.Sequential(*layers[1])
-    assert torch.equal(fm.Sequential(*layers[0], *layers[1])(x), second(first(x)))
-    chain = fm.Sequential(router_of(F32), *experts_of(F32))
+    first, second = (
+        fm.Sequential(router_of(F32, score=score), fm.Dispatch(), fm.GroupedLinear(E, HIDDEN, HIDDEN), fm.Combine())
+        for score in ("softmax", "sigmoid")
+    )
+    x, chain = torch.randn(T, HIDDEN), fm.Sequential(router_of(F32), *experts_of(F32))
+    assert torch.equal(fm.Sequential(*first, *second)(x), second(first(x)))
     for call, word in [
         # groups of experts are something else
         (lambda: fm.Sequential(fm.Dispatch(), fm.Combine(), router_of(F32, num_groups=2))(x), "no grouped op"),
@@ -462,18 +416,3 @@ def test_two_layers_in_one_sequential_and_refusals():
     ]:
         with pytest.raises(fm.InputError, match=word):
             call()
-
-
-def test_an_op_that_passes_rows_on_and_provides_values_needs_backward_ops():
-    class Norms(fm.Op):
-        provides = ("norms",)
-        passes_forward = True
-
-        def infer(self, x):
-            return fm.TensorSpec((x.shape[0],), x.dtype)
-
-        def compute(self, x):
-            return x.norm(dim=1)
-
-    with pytest.raises(NotImplementedError, match="Norms"):
-        fm.Sequential(Norms(), fm.Scale("norms"))(leaf(4, 6))

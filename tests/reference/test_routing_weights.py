@@ -73,8 +73,3 @@ NOT_LINEAR = fm.Sequential(fm.Dispatch(E), fm.Scale("probs"), fm.SquaredReLU(), 
 def test_which_chains_apply_the_weights_late(chain, dtype, autocast, moves):
     with torch.autocast("cpu", FP16, enabled=autocast):
         assert ("Scale" in str(explained(chain, dtype))) is not moves
-
-
-def test_all_of_it_runs_fused_on_hopper():
-    ((_, part),) = explained(experts(), arch=90).parts
-    assert not part.unfused

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from kit.compare import assert_bitwise, assert_close, pairwise
-from kit.layers import CHAINS, GPT_OSS, ROUTED, H, chain, drawn, leaf, poison_tail, runtime_inputs, wanted_of
+from kit.layers import CHAINS, ROUTED, H, chain, drawn, leaf, poison_tail, runtime_inputs, wanted_of
 from kit.oracles import grouped_linear, meaning
 from kit.splits import ROUTING, ROWS, SPLITS
 
@@ -80,37 +80,26 @@ def test_every_way_of_asking():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", ["mlp", "gpt_oss"])
 def test_other_dtypes(name, dtype):
     """These have a grouped product of torch's own."""
     seq, x, inputs, _ = prepared(name, dtype)
-    sources = [x, *seq.parameters()]
-    got = second(seq(x, **inputs), sources, sources)
+    got = second(seq(x, **inputs), sources := [x, *seq.parameters()], sources)
     exact, x = copy.deepcopy(seq).double(), x.detach().double().requires_grad_()
     inputs = {k: t.detach().double() if t.is_floating_point() else t for k, t in inputs.items()}
-    sources = [x, *exact.parameters()]
-    for a, b in zip(got, second(meaning(exact, x, **inputs), sources, sources), strict=True):
+    want = second(meaning(exact, x, **inputs), sources := [x, *exact.parameters()], sources)
+    for a, b in zip(got, want, strict=True):
         assert a.dtype is dtype
         assert (a.double() - b).norm() <= (1e-5 if dtype is torch.float32 else 0.1) * b.norm()
         assert b.any() or not a.any()
 
 
-ACTIVATIONS = [
-    fm.SwiGLU(), fm.SwiGLU(**GPT_OSS), fm.GeGLU(), fm.GeGLU("none", alpha=1.3), fm.ReGLU(offset=0.5), fm.SquaredReLU()
-]  # fmt: skip
+ACTIVATIONS = [fm.GeGLU("none", alpha=1.3), fm.ReGLU(offset=0.5)]  # the others are in `CHAINS`
 
 
 @pytest.mark.parametrize("op", ACTIVATIONS, ids=str)
-def test_activations(op):
-    x, layer = leaf(5, H), fm.GroupedLinear(3, H, 2 * H, dtype=torch.float64)
-    assert_second(op(x), meaning([op], x), [x])
-    seq = fm.Sequential(layer, op)
-    assert_second(seq(x, splits=SPLITS), meaning(seq, x, SPLITS), [x, layer.weight])
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_dense_layers(bias):
-    seq, x = fm.Sequential(fm.Linear(H, 2 * H, bias=bias), fm.SwiGLU(), fm.Linear(H, 3)).double(), leaf(2, 3, H)
+def test_activations_and_dense_layers(op):
+    seq, x = fm.Sequential(fm.Linear(H, 2 * H), op, fm.Linear(H, 3, bias=False)).double(), leaf(2, 3, H)
     assert_second(seq(x), meaning(seq, x), [x, *seq.parameters()])
 
 
