@@ -261,6 +261,7 @@ def test_stochastic_rounding_of_a_tensor(format, axis):
 REFUSED = [
     ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x: .*float64"),
     ({"x": torch.zeros(2, 3, 4), "offsets": ends(1, 2)}, "x"),
+    ({"axis": 1}, "axis"),
     ({"offsets": torch.tensor([4])}, "offsets"),
     ({"quantizer": mxfp8(across=32), "offsets": ends(4)}, "offsets: expected none"),
     ({"encode": torch.ones(1)}, "encode: expected none"),

@@ -177,6 +177,10 @@ def refusals():
         "experts alone": (ours, good | {"gate": gate[:4]}, r"gate: expected shape [^;]*$"),
         "router transposed": (ours, good | {"router": w.router.weight.T}, "router: expected shape .*not apply"),
         "sparse": (ours, good | {"gate": gate.to_sparse()}, "gate: .*sparse_coo"),
+        "transposed no": (ours, good | {"transposed": "no"}, "transposed: .*'no'"),
+        "number instead": (ours, good | {"gate": 3}, "gate: expected a tensor"),
+        "no router": (ours, good | {"router": None}, "router: expected a weight"),
+        "module": (ours, good | {"gate": [nn.Identity()] * E}, r"gate\[0\]: .*Identity"),
         "interleaved": (ours, good | {"interleaved": True}, "interleaved: expected gate_up"),
         "number": (ours, good | {"up": w.linears("up")[:4]}, "up: expected 5 experts"),
         "nothing": (ours, {"down": down, "router": w.router}, "gate_up, got none"),
@@ -190,7 +194,7 @@ def refusals():
         "meta": (ours, good | {"down": meta}, "down: .*with contents"),
         "meta layer": (layer(device="meta"), good, "layer: .*meta device"),
         "no layer": (None, linears(w), "layer: .*NoneType"),
-        "no router": (ours.experts, good, "router: expected none"),
+        "router of experts": (ours.experts, good, "router: expected none"),
         "no gate": (chain, linears(w), "expected up without gate"),
     }
 

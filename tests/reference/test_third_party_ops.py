@@ -122,6 +122,17 @@ def test_a_given_value_used_twice_gets_the_sum_of_its_gradients():
     assert_same_function(fm.Sequential(Power(), nn.Tanh(), Power())(x, norm=norm), expected, (x, norm))
 
 
+def test_an_op_that_passes_rows_on_and_provides_values_needs_backward_ops():
+    class Norms(Normalise):
+        passes_forward = True
+
+        def infer(self, x):
+            return fm.TensorSpec((x.shape[0],), x.dtype)
+
+    with pytest.raises(NotImplementedError, match="Norms"):
+        fm.Sequential(Norms(), fm.Scale("norm"))(leaf(4, 6))
+
+
 def test_half_precision_and_integers_pass_through_autograd():
     class Pick(fm.Op):
         runtime_inputs = ("column",)
