@@ -1,49 +1,29 @@
-"""`load_experts` against hand-written layers, in the layouts that other projects keep their weights in."""
+"""`load_experts`, from the layouts that other projects keep their weights in."""
 
 import pytest
 import torch
-import torch.nn.functional as F
+from kit.compare import assert_bitwise
 from torch import nn
 
 import fusedmoe as fm
 
-E, HIDDEN, WIDE, K, T = 5, 8, 6, 2, 12
+E, HIDDEN, WIDE, K = 5, 8, 6, 2
 DOUBLE = torch.float64
 
 
-class Expert(nn.Module):
-    def __init__(self, bias):
-        super().__init__()
-        self.gate = nn.Linear(HIDDEN, WIDE, bias, dtype=DOUBLE)
-        self.up = nn.Linear(HIDDEN, WIDE, bias, dtype=DOUBLE)
-        self.down = nn.Linear(WIDE, HIDDEN, bias, dtype=DOUBLE)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class Written(nn.Module):
-    """A hand-written layer: a loop over the experts."""
+class Written:
+    """The parts of a layer, one linear layer for each expert and projection."""
 
     def __init__(self, bias=False):
-        super().__init__()
         self.router = nn.Linear(HIDDEN, E, bias, dtype=DOUBLE)
-        self.experts = nn.ModuleList(Expert(bias) for _ in range(E))
-
-    def forward(self, x):
-        weight, index = torch.softmax(self.router(x), -1).topk(K, -1)
-        weight = weight / weight.sum(-1, keepdim=True)
-        y = torch.zeros_like(x)
-        for e, expert in enumerate(self.experts):
-            token, slot = (index == e).nonzero(as_tuple=True)
-            y = y.index_add(0, token, expert(x[token]) * weight[token, slot, None])
-        return y
+        sizes = {"gate": (HIDDEN, WIDE), "up": (HIDDEN, WIDE), "down": (WIDE, HIDDEN)}
+        self.parts = {n: [nn.Linear(*size, bias, dtype=DOUBLE) for _ in range(E)] for n, size in sizes.items()}
 
     def linears(self, name):
-        return [getattr(expert, name) for expert in self.experts]
+        return self.parts[name]
 
     def stack(self, name, kind="weight"):
-        return torch.stack([getattr(linear, kind) for linear in self.linears(name)])
+        return torch.stack([getattr(linear, kind).detach() for linear in self.parts[name]])
 
     def rows(self, kind="weight", interleaved=False):
         """Gate and up in one: [gate; up] or alternating rows."""
@@ -82,57 +62,44 @@ def layer(bias=False, **options):
     return fm.MoE(HIDDEN, WIDE, E, K, bias=bias, router_bias=bias, dtype=DOUBLE, **options)
 
 
-def compare(ours, theirs):
-    """Values and the gradients of the rows and the experts' weights."""
-    x = torch.randn(T, HIDDEN, dtype=DOUBLE, requires_grad=True)
-    dy = torch.randn(T, HIDDEN, dtype=DOUBLE)
-    y, expected = ours(x), theirs(x)
-    torch.testing.assert_close(y, expected)
-    got, got_down = torch.autograd.grad(y, (x, ours.experts.down.weight), dy)
-    want, *want_down = torch.autograd.grad(expected, (x, *[expert.down.weight for expert in theirs.experts]), dy)
-    torch.testing.assert_close(got, want)
-    torch.testing.assert_close(got_down, torch.stack(want_down))
+def assert_loaded(ours, theirs, interleaved=False):
+    kinds = ["weight"] if theirs.router.bias is None else ["weight", "bias"]
+    want = {f"router.{kind}": getattr(theirs.router, kind) for kind in kinds}
+    want |= {f"experts.gate_up.{kind}": theirs.rows(kind, interleaved) for kind in kinds}
+    want |= {f"experts.down.{kind}": theirs.stack("down", kind) for kind in kinds}
+    assert_bitwise(dict(ours.named_parameters()), want)
 
 
-@pytest.mark.parametrize("own_interleaved", [False, True], ids=["halves", "alternating layer"])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "alternating layer"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_computes_the_loop(layout, own_interleaved):
-    theirs, ours = Written(), layer(activation=fm.SwiGLU(interleaved=own_interleaved))
+def test_every_layout(layout, interleaved):
+    theirs, ours = Written(), layer(activation=fm.SwiGLU(interleaved=interleaved))
     assert fm.load_experts(ours, **layout(theirs), router=theirs.router) is ours
-    compare(ours, theirs)
+    assert_loaded(ours, theirs, interleaved)
 
 
-@pytest.mark.parametrize("own_interleaved", [False, True], ids=["halves", "alternating layer"])
-def test_biases_come_with_linears_and_beside_tensors(own_interleaved):
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "alternating layer"])
+def test_biases_come_with_linears_and_beside_tensors(interleaved):
     theirs = Written(bias=True)
-    by_linears, by_tensors = (layer(True, activation=fm.SwiGLU(interleaved=own_interleaved)) for _ in range(2))
-    fm.load_experts(by_linears, **linears(theirs), router=theirs.router)
-    compare(by_linears, theirs)
-    fm.load_experts(
-        by_tensors,
-        gate_up=theirs.rows(interleaved=True),
-        gate_up_bias=theirs.rows("bias", interleaved=True),
-        interleaved=True,
-        down=theirs.stack("down"),
-        down_bias=[linear.bias for linear in theirs.linears("down")],
-        router=theirs.router.weight,
-        router_bias=theirs.router.bias,
-    )
-    for (name, a), b in zip(by_tensors.named_parameters(), by_linears.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    ours = layer(True, activation=fm.SwiGLU(interleaved=interleaved))
+    fm.load_experts(ours, **linears(theirs), router=theirs.router)
+    assert_loaded(ours, theirs, interleaved)
+    ours = layer(True, activation=fm.SwiGLU(interleaved=interleaved))
+    biases = {"gate_up_bias": theirs.rows("bias", interleaved=True), "down_bias": [*theirs.stack("down", "bias")]}
+    router = {"router": theirs.router.weight, "router_bias": theirs.router.bias}
+    fm.load_experts(ours, **alternating(theirs), **biases, **router)
+    assert_loaded(ours, theirs, interleaved)
 
 
 def test_a_sequential_and_an_activation_without_a_gate():
     chain = fm.Sequential(fm.GroupedLinear(E, HIDDEN, WIDE), fm.SquaredReLU(), fm.GroupedLinear(E, WIDE, HIDDEN))
     up, down = torch.randn(E, WIDE, HIDDEN), torch.randn(E, HIDDEN, WIDE)
     fm.load_experts(chain, up=up, down=down)
-    assert torch.equal(chain[0].weight, up)
-    assert torch.equal(chain[2].weight, down)
+    assert_bitwise([*chain.parameters()], [up, down])
     # a shared expert is one expert
-    ours, theirs = fm.MoE(HIDDEN, WIDE, E, K, shared_intermediate=WIDE, dtype=DOUBLE), Expert(bias=False)
-    fm.load_experts(ours.shared, gate=[theirs.gate], up=[theirs.up], down=[theirs.down])
-    x = torch.randn(T, HIDDEN, dtype=DOUBLE)
-    torch.testing.assert_close(ours.shared(x), theirs(x))
+    shared, w = layer(shared_intermediate=WIDE).shared, Written()
+    fm.load_experts(shared, **{name: layers[:1] for name, layers in linears(w).items()})
+    assert_bitwise([*shared.parameters()], [w.rows()[0], w.stack("down")[0]])
 
 
 def test_parameters_stay_the_layers_own():
@@ -149,17 +116,16 @@ def test_parameters_stay_the_layers_own():
 
 def test_a_layers_own_weights_may_be_the_source():
     """Halves that change places, and alternating rows that are put in order: each overwrites what another one reads."""
-    theirs = Written()
-    ours, alternating_rows = layer(), theirs.rows(interleaved=True)
-    fm.load_experts(ours, gate_up=alternating_rows, down=theirs.stack("down"), router=theirs.router)
+    theirs, ours = Written(), layer()
+    rest = {"down": theirs.stack("down"), "router": theirs.router}
+    fm.load_experts(ours, gate_up=theirs.rows(interleaved=True), **rest)
     weights = {"gate_up": ours.experts.gate_up.weight, "down": ours.experts.down.weight, "router": ours.router.weight}
     fm.load_experts(ours, **weights, interleaved=True)
-    compare(ours, theirs)
-    rest = {"down": theirs.stack("down"), "router": theirs.router}
+    assert_loaded(ours, theirs)
     fm.load_experts(ours, gate=theirs.stack("up"), up=theirs.stack("gate"), **rest)
     weight = ours.experts.gate_up.weight
     fm.load_experts(ours, gate=weight[:, WIDE:], up=weight[:, :WIDE], **rest)
-    compare(ours, theirs)
+    assert_loaded(ours, theirs)
 
 
 def refusals():

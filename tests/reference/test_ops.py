@@ -1,13 +1,15 @@
-"""Every op alone: values and gradients in every dtype against the formula in fp64 of the same operands."""
+"""Ops and chains: values and gradients against the formula in fp64 of the same operands."""
 
 import math
 
 import pytest
 import torch
-from kit.compare import assert_accurate, assert_bitwise, pairwise
-from kit.layers import drawn, leaf, outcome, poison_tail
-from kit.oracles import exact_copies, exact_outcome, grouped_linear, scale
+from hypothesis import example, given
+from kit.compare import assert_accurate, assert_bitwise, assert_same_function, pairwise
+from kit.layers import CHAINS, ROUTED, H, chain, drawn, leaf, outcome, poison_tail, runtime_inputs, wanted_of
+from kit.oracles import exact_copies, exact_outcome, grouped_linear, meaning, scale
 from kit.rounding import ROUNDOFF, error_bound
+from kit.splits import routings, splits_and_rows
 
 import fusedmoe as fm
 from fusedmoe.numerics.recipes import NVFP4
@@ -114,17 +116,54 @@ def test_the_bias_gradient_is_summed_in_fp32():
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", NVFP4(stochastic_rounding=False)])
 def test_rows_of_no_expert_count_in_no_gradient_of_a_dense_layer(recipe, accumulate):
     fc = fm.Linear(32, 32, accumulate_into_main_grad=accumulate)
-    chain = fm.Sequential(fm.GroupedLinear(2, 32, 32), fc, fm.GroupedLinear(2, 32, 32))
+    seq = fm.Sequential(fm.GroupedLinear(2, 32, 32), fc, fm.GroupedLinear(2, 32, 32))
     x, dy = leaf(10, 32, dtype=torch.float32), torch.randn(10, 32)
 
     def results(poison):
         poison_tail(6, x, dy, value=poison)
-        chain.zero_grad()
+        seq.zero_grad()
         x.grad, fc.weight.main_grad = None, torch.zeros(32, 32)
         with fm.recipe(recipe):
-            y = chain(x, splits=torch.tensor([2, 4]))
+            y = seq(x, splits=torch.tensor([2, 4]))
             y.backward(dy)
         dw = fc.weight.main_grad if accumulate else fc.weight.grad
-        return [y.detach(), x.grad, dw, *[p.grad for p in chain.parameters() if p is not fc.weight]]
+        return [y.detach(), x.grad, dw, *[p.grad for p in seq.parameters() if p is not fc.weight]]
 
     assert_bitwise(results(math.nan), results(0.5))
+
+
+# --- chains --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@example((torch.tensor([0, 0, 0]), 0))
+@given(splits_and_rows())
+def test_any_splits(name, drawn):
+    splits, rows = drawn
+    seq, x, total = chain(name, len(splits)), leaf(rows, H), int(splits.sum())
+    inputs = runtime_inputs(seq, rows, splits)
+    y, wanted = seq(x, **inputs), wanted_of(seq, x, inputs).values()
+    assert not y[total:].any()
+    assert_same_function(y[:total], meaning(seq, x, **inputs)[:total], wanted, zeros=True)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("dtype", ROUNDOFF, ids=str)
+def test_accuracy_of_chains(name, dtype):
+    seq, x = chain(name, 4, dtype), leaf(56, H, dtype=dtype)
+    inputs = runtime_inputs(seq, 56, torch.tensor([20, 0, 31, 1]), dtype)
+    found = outcome(seq, x, dy := torch.randn_like(seq(x, **inputs)), **inputs)
+    assert all(t.dtype is dtype for t in found.values())
+    # one rounding after each op, forward and backward; their errors add like those of independent draws
+    assert_accurate(found, exact_outcome(seq, x, dy, **inputs), ROUNDOFF[dtype] * (3 if dtype.itemsize == 2 else 16))
+
+
+@pytest.mark.parametrize("kind", ROUTED)
+@given(routings())
+def test_any_routing(kind, drawn):
+    index, experts = drawn
+    seq, x = chain(kind, experts), leaf(len(index), H)
+    weight = (torch.rand(index.shape, dtype=torch.float64) + 0.5).requires_grad_(kind != "no weights")
+    routing = {"expert_index": index, "expert_weight": weight}
+    wanted = wanted_of(seq, x, routing).values()
+    assert_same_function(seq(x, **routing), meaning(seq, x, **routing), wanted, zeros=True)  # SquaredReLU of one row
