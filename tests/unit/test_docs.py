@@ -13,6 +13,7 @@ import torch
 
 import fusedmoe as fm
 from benchmarks import page
+from fusedmoe import ops
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -103,47 +104,45 @@ def words(document):
     return " ".join((ROOT / "docs" / document).read_text(encoding="utf-8").split())
 
 
+def of_transformers():
+    """The results of the layer in transformers, ``{(part, case, implementation, compiled): measured}``."""
+    results = result("transformers")
+    measured = {(m["part"], m["case"], m["implementation"], m["compiled"]): m for m in results["measured"]}
+    return results, lambda part, name, compiled=False: measured[part, "forward + backward", name, compiled]
+
+
+def rows_of(name):
+    return next(shape["rows"] for shape in result(name)["shapes"] if shape["name"] == "qwen3-30b-a3b")
+
+
 def test_the_figures_of_the_tour_are_those_of_the_result_files():
-    text, results = words("index.md"), result("transformers")
-    step = {
-        (m["part"], m["implementation"]): m
-        for m in results["measured"]
-        if m["case"] == "forward + backward" and not m["compiled"]
-    }
-    stack, moe = step["stack", "grouped_mm"], step["MoE part", "grouped_mm"]
-    ours, layers = step["MoE part", "fusedmoe"], results["layers"]
+    text, (results, measured) = words("index.md"), of_transformers()
+    stack, moe = measured("stack", "grouped_mm"), measured("MoE part", "grouped_mm")
+    ours, layers = measured("MoE part", "fusedmoe"), results["layers"]
     assert f"{100 * layers * moe['ms'] / stack['ms']:.0f} % of a training step of {layers} layers" in text
     assert f"({layers} times {moe['ms']:.1f} of {stack['ms']:.0f} ms" in text
     assert f"{moe['kept_gib']:.2f} GiB per layer in the example above, and {ours['kept_gib']:.2f} GiB with" in text
     assert f"in {ours['ms']:.1f} ms instead of {moe['ms']:.1f} ms" in text
-    rows = next(shape["rows"] for shape in result("kernels")["shapes"] if shape["name"] == "qwen3-30b-a3b")
-    ms = {row["peer"]: row["ms"] for row in rows if row["case"] == "FC2 dgrad + dSwiGLU"}
+    ms = {row["peer"]: row["ms"] for row in rows_of("kernels") if row["case"] == "FC2 dgrad + dSwiGLU"}
     assert f"take {ms['torch eager']:.1f} ms. One fused kernel takes [{ms['fusedmoe']:.1f} ms]" in text
 
 
 def test_the_figures_of_which_recipe_are_those_of_the_result_files():
-    text, mlp, stack = words("recipes.md"), result("mlp"), result("transformers")
-    means = mlp["geometric_mean_speedups"]["forward + backward"]
+    text, (stack, measured) = words("recipes.md"), of_transformers()
+    means = result("mlp")["geometric_mean_speedups"]["forward + backward"]
     eager, compiled = means["torch eager"], means["torch compiled"]
     assert eager["shapes"] == compiled["shapes"] == 9
     assert f"{eager['mean']:.2f} times as fast as eager PyTorch and {compiled['mean']:.2f} times as fast as" in text
-    rows = next(shape["rows"] for shape in mlp["shapes"] if shape["name"] == "qwen3-30b-a3b")
-    (forward,) = (row["ms"] for row in rows if (row["peer"], row["case"]) == ("fusedmoe", "forward"))
+    (forward,) = (row["ms"] for row in rows_of("mlp") if (row["peer"], row["case"]) == ("fusedmoe", "forward"))
     assert f"{forward:.1f} ms for `qwen3-30b-a3b` on an H100" in text
-    measured = {(m["part"], m["case"], m["implementation"]): m for m in stack["measured"] if not m["compiled"]}
-    kept = [measured["MoE part", "forward + backward", name]["kept_gib"] for name in ("fusedmoe", "grouped_mm")]
+    kept = [measured("MoE part", name)["kept_gib"] for name in ("fusedmoe", "grouped_mm")]
     assert f"{kept[0]:.2f} instead of {kept[1]:.2f} GiB per layer for {stack['tokens']} tokens" in text
 
 
 def test_the_times_in_transformers_are_those_of_the_result_file():
-    ms = {
-        (m["implementation"], m["compiled"]): m["ms"]
-        for m in result("transformers")["measured"]
-        if (m["part"], m["case"]) == ("MoE part", "forward + backward")
-    }
-    text = words("transformers.md")
-    for is_compiled, before in ((False, ""), (True, "Compiled, it takes ")):
-        ours, theirs = ms["fusedmoe", is_compiled], ms["grouped_mm", is_compiled]
+    text, (_, measured) = words("transformers.md"), of_transformers()
+    for compiled, before in ((False, ""), (True, "Compiled, it takes ")):
+        ours, theirs = (measured("MoE part", name, compiled=compiled)["ms"] for name in ("fusedmoe", "grouped_mm"))
         assert f"{before}{ours:.1f} ms, and {theirs:.1f} ms with `grouped_mm`" in text
         assert theirs >= 1.3 * ours  # the aim of the project
 
@@ -169,3 +168,39 @@ def test_the_comparison_of_recipes_is_that_of_the_result_files():
             if name != "nvfp4":  # whose gap is only reported
                 assert abs(mean) < 1
                 assert abs(on_gpu["gap_percent"]) < 1
+
+
+# ---- the API page names what rule authors need ----------------------------------------------------------------------
+
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+BACKWARD_OPS = dict(re.findall(r"^\| `([^|]+)` \| ((?:`\w+`(?:, )?)+) \|$", API, re.MULTILINE))
+
+OPS = {
+    "GroupedLinear": lambda: fm.GroupedLinear(2, 8, 8),
+    "GroupedLinear(accumulate_into_main_grad=True)": lambda: fm.GroupedLinear(2, 8, 8, accumulate_into_main_grad=True),
+    "Linear": lambda: fm.Linear(8, 8),
+    "Linear(accumulate_into_main_grad=True)": lambda: fm.Linear(8, 8, accumulate_into_main_grad=True),
+    "SwiGLU": fm.SwiGLU,
+    "GeGLU": fm.GeGLU,
+    "ReGLU": fm.ReGLU,
+    "SquaredReLU": fm.SquaredReLU,
+    "Scale": lambda: fm.Scale("probs"),
+    "Router": lambda: fm.Router(8, 4, 2),
+    "Dispatch": lambda: fm.Dispatch(2),
+    "Combine": fm.Combine,
+    "Combine(None)": lambda: fm.Combine(None),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_the_backward_ops_of_an_op_are_those_of_the_page(name):
+    expected = [type(step).__name__ for step in OPS[name]().backward_ops()]
+    assert re.findall(r"`(\w+)`", BACKWARD_OPS[name]) == expected
+
+
+def test_the_page_documents_every_backward_op():
+    classes = {name for name in ops.__all__ if isinstance(getattr(ops, name), type)}
+    backward = {name for name in classes if issubclass(getattr(ops, name), fm.BackwardOp)} - {"BackwardOp"}
+    (members,) = re.findall(r"automodule:: fusedmoe\.ops\n   :members: (.*)", API)
+    assert backward <= set(members.split(", "))
+    assert backward - {"DGLU"} <= set(re.findall(r"`(\w+)`", API))

@@ -73,17 +73,8 @@ def test_a_dtensor_is_refused_and_explained(mesh):
         assert "got a DTensor, Shard(dim=0); " in str(raised.value)
 
 
-def test_results_that_nobody_waited_for_are_waited_for_in_the_end():
+def test_results_that_nobody_waited_for_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeypatch):
     """After an error, memory that an engine still writes must not be used again."""
-    waited = []
-    pending = Pending([torch.zeros(1), torch.zeros(1)], [lambda: waited.append(0), lambda: waited.append(1)], [])
-    pending.wait(0)
-    assert waited == [0]
-    del pending
-    assert waited == [0, 1]
-
-
-def test_results_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeypatch):
     streams = ["the stream of the layer"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
@@ -96,10 +87,13 @@ def test_results_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeyp
 
     monkeypatch.setattr(torch.cuda, "stream", on)
     waited = []
-    pending = Pending([torch.zeros(1)], [lambda: waited.append(streams[-1])], [])
+    waits = [lambda: waited.append("the first"), lambda: waited.append(streams[-1])]
+    pending = Pending([torch.zeros(1), torch.zeros(1)], waits, [])
+    pending.wait(0)
+    assert waited == ["the first"]
     streams.append("another one")
     del pending
-    assert waited == ["the stream of the layer"]
+    assert waited == ["the first", "the stream of the layer"]
 
 
 @pytest.mark.parametrize("value", [2.0, torch.inf])

@@ -1,10 +1,16 @@
-"""`fm.explain(model)`: which modules are explained, how alike ones are put together, and what the table says."""
+"""`fm.explain(model)` and ``fusedmoe explain``: which modules are explained, and what is printed of them.
+
+Models of transformers are in tests/integrations/test_explain_config.py.
+"""
+
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.commands.main import main
 from fusedmoe.layers import explain_model
 from fusedmoe.layers.explain_model import register_explainer
 
@@ -20,28 +26,19 @@ def experts(*more):
     return fm.Sequential(fm.GroupedLinear(E, H, 2 * I), fm.SwiGLU(), *more, fm.GroupedLinear(E, I, H))
 
 
-class Block(nn.Module):
-    def __init__(self, mlp):
-        super().__init__()
-        self.norm, self.mlp = nn.LayerNorm(H), mlp
-
-
 def test_modules_that_are_planned_alike_are_one_line():
     model = nn.Module()
-    model.layers = nn.ModuleList([Block(moe()), Block(moe()), Block(experts()), Block(moe())])
+    model.layers = nn.ModuleList([nn.ModuleDict({"mlp": make()}) for make in (moe, moe, experts, moe)])
     result = fm.explain(model)
     assert [(g.kind, g.names) for g in result.groups] == [
         ("MoE", ("layers.0.mlp", "layers.1.mlp", "layers.3.mlp")),
         ("Sequential", ("layers.0.mlp.shared", "layers.1.mlp.shared", "layers.3.mlp.shared")),
         ("Sequential", ("layers.2.mlp",)),
     ]
-    lines = str(result).splitlines()
-    assert lines[2].startswith("layers.{0-1,3}.mlp         MoE")
-    assert lines[3].startswith("layers.{0-1,3}.mlp.shared  Sequential")
-    assert lines[4].startswith("layers.2.mlp ")
-    assert "0 of 7 fused" in lines[2]
-    assert "0 of 3 fused" in lines[4]
-    assert "0 of 5 fused" in lines[4]
+    begins = ("layers.{0-1,3}.mlp         MoE", "layers.{0-1,3}.mlp.shared  Sequential", "layers.2.mlp ")
+    for line, begin, ops in zip(str(result).splitlines()[2:], begins, (7, 3, 5), strict=False):
+        assert line.startswith(begin)
+        assert f"0 of {ops} fused" in line
     assert "needs an sm_90 GPU, this device is cpu" in str(result)
 
 
@@ -61,6 +58,7 @@ def test_a_router_of_the_models_own_is_named(name):
     dense = fm.Sequential(fm.Linear(H, 2 * I), fm.SwiGLU(), fm.Linear(I, H))
     assert [g.router for g in fm.explain(RoutedBlock(name, dense)).groups] == [""]
     model = nn.ModuleList([RoutedBlock(name, experts()), RoutedBlock(name, experts()), experts(), moe()])
+    model[3].router.register_forward_hook(lambda module, args, routing: None)  # is not another router
     result = fm.explain(model)
     assert [(g.name, g.router) for g in result.groups] == [
         ("{0-1}.experts", "OwnRouter"), ("2", ""), ("3", ""), ("3.shared", ""),
@@ -68,28 +66,6 @@ def test_a_router_of_the_models_own_is_named(name):
     line = "{0-1}.experts: the model's own router, OwnRouter, chooses the experts and runs unchanged"
     assert line in str(result).splitlines()
     assert str(result).count("own router") == 1
-
-
-def test_a_router_with_hooks_is_not_another_router():
-    layer = moe()
-    layer.router.register_forward_hook(lambda module, args, routing: None)
-    assert [group.router for group in fm.explain(nn.Sequential(layer)).groups] == ["", ""]
-
-
-def test_a_registered_explainer_is_asked(monkeypatch):
-    class Foreign(nn.Module):
-        pass
-
-    monkeypatch.setattr(explain_model, "_explainers", [])
-    model, layer = nn.Sequential(nn.Linear(H, H), Foreign()), moe()
-    assert fm.explain(model).groups == ()
-    register_explainer(lambda module, tokens: None)
-    register_explainer(
-        lambda module, tokens: layer.explain(torch.zeros(tokens, H)) if type(module) is Foreign else None
-    )
-    (group,) = fm.explain(model, tokens=100).groups
-    assert (group.kind, group.names) == ("Foreign", ("1",))
-    assert str(group.explanation) == str(layer.explain(torch.zeros(100, H)))
 
 
 def test_what_holds_around_it_counts():
@@ -136,6 +112,19 @@ def test_a_module_that_explains_rows_is_asked():
     assert (foreign.explanation, foreign.note) == (None, "at most 100 rows")
 
 
+def test_a_registered_explainer_is_asked(monkeypatch):
+    monkeypatch.setattr(explain_model, "_explainers", [])
+    model, layer = nn.Sequential(nn.Linear(H, H), nn.Bilinear(H, H, H)), moe()
+    assert fm.explain(model).groups == ()
+    register_explainer(lambda module, tokens: None)
+    register_explainer(
+        lambda module, tokens: layer.explain(torch.zeros(tokens, H)) if isinstance(module, nn.Bilinear) else None
+    )
+    (group,) = fm.explain(model, tokens=100).groups
+    assert (group.kind, group.names) == ("Bilinear", ("1",))
+    assert str(group.explanation) == str(layer.explain(torch.zeros(100, H)))
+
+
 def test_one_that_cannot_be_planned_does_not_keep_the_others_from_it():
     class Wrong(Foreign):
         def explain_rows(self, rows):
@@ -149,5 +138,82 @@ def test_one_that_cannot_be_planned_does_not_keep_the_others_from_it():
     assert "float64" in double.note
     assert foreign.explanation is None
     assert wrong.note == "explain_rows: expected an Explanation, got str"
-    assert layer.explanation is not None
-    assert shared.explanation is not None
+    assert None not in (layer.explanation, shared.explanation)
+
+
+# ---- the command: a layer by its sizes ------------------------------------------------------------------------------
+
+LAYER = ["explain", "--hidden", "2048", "--intermediate", "768", "--experts", "128", "--top-k", "8"]
+
+
+def test_a_layer_by_its_sizes(capsys):
+    assert main([*LAYER, "--tokens", "8192", "--strict"]) == 0
+    text, err = capsys.readouterr()
+    assert text.startswith(
+        "MoE layer, hidden 2048, intermediate 768, 128 experts, top 8, swiglu, bfloat16\n"
+        "8192 tokens, training, on an sm_90 GPU; nothing was run\n"
+    )
+    assert "planned for sm_90 (requested), bfloat16, recipe bf16" in text
+    assert "4 of 4 fused" in text
+    assert err == "strict: everything is fused\n"
+
+
+def test_it_is_the_plan_of_the_layer(capsys):
+    main([*LAYER, "--tokens", "300", "--activation", "geglu", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    layer = fm.MoE(2048, 768, 128, 8, activation="geglu", device="meta", dtype=torch.bfloat16)
+    (plan,) = fm.explain(layer, tokens=300, arch=90).plans
+    (group,) = found["groups"]
+    assert (found["arch"], found["tokens"], found["missed"], group["names"]) == (90, 300, [], ["layer"])
+    (printed,) = group["plans"]
+    assert printed["kept_bytes"] == plan.kept_bytes > 0
+    assert [step["rule"] for step in printed["steps"]] == [step.rule for step in plan.steps]
+    assert [step["bytes_moved"] for step in printed["steps"]] == [step.bytes_moved for step in plan.steps]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (
+            ["--dtype", "float32"], 1,
+            ["strict: these ops run unfused although there is a kernel for them:\n",
+             "  layer: experts.down.GroupedLinear: sm90.grouped_gemm: CONSTRAINT: input is float32"],
+        ),
+        # what has no kernel passes; the reason is that of a rule for quantized operands
+        (
+            ["--recipe", "fp8_row"], 0,
+            ["strict: fusion not required for ", "experts.gate_up.GroupedLinear, ",
+             "no kernel multiplies rows in fp8 e4m3 per-row yet: expected blocks of 1x128 values",
+             "strict: everything else is fused\n"],
+        ),
+        (["--arch", "80"], 1, ["there are no kernels for these ops on sm_80 yet"]),
+    ],
+    ids=["constraint", "recipe without kernels", "architecture without kernels"],
+)  # fmt: skip
+def test_strict_names_what_is_unfused(capsys, arguments, status, said):
+    assert main([*LAYER, *arguments]) == 0
+    assert main([*LAYER, *arguments, "--strict"]) == status
+    err = capsys.readouterr().err
+    assert all(text in err for text in said)
+    assert "takes no " not in err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["explain"], "expected CONFIG, or the sizes of a layer: --hidden, --intermediate, --experts, --top-k"),
+    (["explain", "--hidden", "8"], "or the missing sizes of a layer: --intermediate, --experts, --top-k"),
+    (["explain", "config.json", "--hidden", "8"], "--hidden: expected without CONFIG, got config.json"),
+    ([*LAYER, "--arch", "h100"], "arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),
+    ([*LAYER, "--recipe", "fp7"], "fp7"),
+    ([*LAYER, "--top-k", "200"], "top_k: expected 1 to num_experts=128, got 200"),
+    ([*LAYER, "--tokens", str(1 << 62)], f"--tokens {1 << 62}: must be at most 2^40"),
+    ([*LAYER, "--tokens", str(1 << 40), "--hidden", str(1 << 20)], "tensors of more than 2^56 numbers"),
+])  # fmt: skip
+def test_wrong_options(capsys, arguments, message):
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert message in err
+    assert len(err.splitlines()) == 1

@@ -1,15 +1,18 @@
-"""Steps that are bound: once for each kind of call, and anew for everything that a kernel may depend on."""
+"""Steps that are bound once for each kind of call, and steps that decline a call: the ops then run unfused."""
+
+import logging
 
 import pytest
 import torch
 from kit import toy
-from kit.toy import IN, E, H, experts, inputs, only_plan, outcome, rows, rule
+from kit.toy import IN, E, H, dgrad_dglu, experts, gemm_glu, inputs, only_plan, outcome, rows, rule
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe.fusion.language.rule import FusionError, FusionRule, NothingToDo, Step
+from fusedmoe.call.partition import partition_for
+from fusedmoe.fusion.language.rule import FusionError, NothingToDo
 from fusedmoe.kernels.torch.grouped_gemm import grouped_mm, grouped_mm_dgrad
-from fusedmoe.ops import Dgrad, GroupedLinear, SwiGLU
+from fusedmoe.ops import Dgrad, GroupedLinear
 
 
 def bound_gemm(log, declines=None, run_declines=None):
@@ -132,42 +135,6 @@ def test_nothing_to_do_is_no_fallback_and_a_bug_is_a_bug(layer, caplog):
     assert not caplog.records
 
 
-def test_a_step_is_bound_for_the_values_that_backward_reads():
-    log = []
-
-    class GemmGLU(FusionRule, name="toy.bound_glu", direction="forward"):
-        fc: GroupedLinear
-        act: SwiGLU
-
-        def offer(self, ctx):
-            return Step(needs=IN, gives=("output",), keeps=("act.input",), zeroes_tail=True)
-
-        def bind(self, ctx, x, weight, offsets):
-            keep = ctx.keep
-            log.append(keep)
-
-            def run(x, weight, offsets):
-                h = grouped_mm(x, weight, offsets)
-                return (self.act.compute(h), *(h for _ in keep))
-
-            return run
-
-    chain, x = experts(), rows()
-    expected = outcome(chain, x, **inputs())
-    with fm.register(GemmGLU):
-        for _ in range(2):
-            toy.assert_same(outcome(chain, x, **inputs()), expected)
-        with torch.no_grad():
-            chain(x, **inputs())
-    assert log == [("act.input",), ()]
-
-
-def test_one_result_may_come_in_a_list(layer):
-    wrapped = rule("toy.wrapped", {"fc": GroupedLinear}, IN, run=lambda self, keep: lambda *t: [grouped_mm(*t)])
-    with fm.register(wrapped):
-        call(layer)
-
-
 def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
     log = []
     needs = ("grad_output", "dgrad.weight", "offsets")
@@ -193,3 +160,83 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
                 (expected,) = torch.autograd.grad(layer(x, **inputs()), [x], gradient)
             assert torch.equal(dx, expected)
     assert log == [(16, 1), (0, 0), (16, 1), (1, 9)]
+
+
+# ---- steps that decline ---------------------------------------------------------------------------------------------
+
+
+REASON = "rows are 9, not a multiple of 128; it runs unfused"
+
+
+def small_only(x, *_rest):
+    fm.require(x.shape[0] <= 9, "%d rows are more than 9", x.shape[0])
+
+
+def fallbacks(caplog):
+    return [r.getMessage() for r in caplog.records if "declined this call" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        [gemm_glu(guard=toy.refuse), dgrad_dglu()],
+        [gemm_glu(), toy.gemm(), dgrad_dglu(), toy.wgrad(guard=toy.refuse)],
+        [make(guard=toy.refuse) for make in (gemm_glu, toy.gemm, dgrad_dglu, toy.wgrad)],
+        [gemm_glu(), dgrad_dglu(guard=toy.refuse, recomputes=False), toy.wgrad(guard=toy.refuse)],
+    ],
+    ids=lambda rules: "+".join(r.name.removeprefix("toy.") for r in rules),
+)
+def test_declined_steps_give_the_same(rules, caplog):
+    chain, x, named = experts(scale=True), rows(), inputs(scale=True)
+    expected = outcome(chain, x, **named)
+    with fm.register(*rules):
+        assert only_plan(chain, x, **named).fused
+        toy.assert_same(outcome(chain, x, **named), expected)
+        assert fallbacks(caplog)
+        with torch.no_grad():
+            torch.testing.assert_close(chain(x, **named), expected["y"])
+
+
+def test_a_guard_decides_anew_at_every_call():
+    """9 and 12 rows share a plan; only the second call is declined."""
+    calls = []
+    chain = experts()
+    with fm.register(gemm_glu(guard=small_only, calls=calls), dgrad_dglu(calls=calls)):
+        for count, fused in [(9, 1), (12, 0), (8, 1)]:
+            calls.clear()
+            x = rows(count)
+            got = outcome(chain, x, **inputs())
+            assert len([name for name, _ in calls if name == "toy.gemm_glu"]) == fused
+            with fm.disabled("*"):
+                toy.assert_same(got, outcome(chain, x, **inputs()))
+    (part,) = partition_for(chain).parts
+    assert len(part.chain.table.plans) == 2  # one of them with everything switched off
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])
+def test_each_fallback_is_said_once_at_warning(caplog, grad):
+    chain = experts()
+    with fm.register(gemm_glu(guard=toy.refuse)), torch.set_grad_enabled(grad):
+        for count in (9, 9, 10, 200):  # not once for every number of rows
+            chain(rows(count), **inputs())
+    assert fallbacks(caplog) == [f"0.GroupedLinear + 1.SwiGLU: toy.gemm_glu declined this call: {REASON}"]
+    (record,) = [r for r in caplog.records if "declined" in r.getMessage()]
+    assert (record.levelno, record.name) == (logging.WARNING, "fusedmoe.fusion.program.source")
+    assert record.args, "%-style arguments"
+
+
+def test_strict_raises_also_in_backward_if_the_forward_was_strict():
+    chain, x, named = fm.Sequential(fm.SwiGLU(), experts()[2]), rows(), inputs()
+    dglu = rule("toy.dglu", {"dact": toy.DSwiGLU}, ("grad_output", "dact.input"), ("grad_input",), direction="backward")
+    dglu.build = lambda self, ctx, keep: toy.refuse
+    with fm.register(dglu, toy.gemm(guard=small_only)):
+        with fm.strict():
+            y = chain(x, **named)
+            with pytest.raises(FusionError, match=r"^1.GroupedLinear: toy.gemm declined this call: 12 rows"):
+                chain(rows(12), **named)
+        with fm.strict(False):
+            lenient = chain(x, **named)
+        with pytest.raises(FusionError, match=r"^0.DSwiGLU: toy.dglu declined this call: rows are 9"):
+            y.sum().backward()
+        with fm.strict():
+            lenient.sum().backward()

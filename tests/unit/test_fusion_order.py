@@ -94,39 +94,35 @@ def test_two_pairs_of_which_each_would_wait_for_the_other():
 # ---- plans --------------------------------------------------------------------------------------------------------
 
 
-def light_dgrad(seen, guard=None):
-    """The gradient of the rows, as a light step."""
-
-    needs = ("grad_output", "dgrad.weight", "offsets")
-    made = rule(
-        "toy.light_dgrad", {"dgrad": Dgrad}, needs, ("grad_input",), direction="backward", zeroes_tail=True,
-        light_us=900.0,
-    )  # fmt: skip
-
-    def build(self, ctx, keep):
-        seen.append(("light", ctx.beside_sms))
-        return bound(lambda dy, weight, offsets: grouped_mm_dgrad(dy.contiguous(), weight, offsets), guard)
-
-    made.build = build
-    return made
-
-
-def carrying_wgrad(seen, guard=None):
-    """A weight gradient that carries."""
-    made = wgrad(guard=guard, carries_us=100.0)
+def noted(made, label, seen):
+    """The rule, which notes the `beside_sms` that it is built for."""
     plain = made.build
 
     def build(self, ctx, keep):
-        seen.append(("carrier", ctx.beside_sms))
+        seen.append((label, ctx.beside_sms))
         return plain(self, ctx, keep)
 
     made.build = build
     return made
 
 
+def light_dgrad(seen, guard=None):
+    """The gradient of the rows, as a light step."""
+    made = rule(
+        "toy.light_dgrad", {"dgrad": Dgrad}, ("grad_output", "dgrad.weight", "offsets"), ("grad_input",),
+        run=lambda self, keep: lambda dy, weight, offsets: grouped_mm_dgrad(dy.contiguous(), weight, offsets),
+        direction="backward", guard=guard, zeroes_tail=True, light_us=900.0,
+    )  # fmt: skip
+    return noted(made, "light", seen)
+
+
+def carrying_wgrad(seen, guard=None):
+    return noted(wgrad(guard=guard, carries_us=100.0), "carrier", seen)
+
+
 @pytest.fixture
 def rules():
-    """The two rules, with the derivative between them, and the `beside_sms` that they are built for."""
+    """The two rules, with the derivative between them, and what they note."""
     seen = []
     with fm.register(dgrad_dglu(), light_dgrad(seen), carrying_wgrad(seen)):
         yield seen

@@ -94,9 +94,8 @@ EXPECTED = r"expected Tensor of shape \(9, 8\) and dtype float64 on cpu"
         (lambda y: y.float(), r"Tensor of shape \(9, 8\) and dtype float32"),
         (lambda y: y.to("meta"), r"Tensor of shape \(9, 8\) and dtype float64 on meta"),
         (lambda y: None, "None"),
-        (lambda y: [[1.0]], r"\[1.0\]"),
     ],
-    ids=["rows", "dtype", "device", "nothing", "a list"],
+    ids=["rows", "dtype", "device", "nothing"],
 )
 def test_the_result_of_a_forward_rule(change, got):
     chain = experts()
@@ -123,7 +122,6 @@ def test_a_value_kept_for_backward():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda g: g[:3], rf"grad\(1.input\): {EXPECTED}, got Tensor of shape \(3, 8\)"),
         (lambda g: g.mT, rf"grad\(1.input\): {EXPECTED}, got Tensor of shape \(8, 9\)"),
         (None, r"2\.input: expected .* got .* float16"),  # the recomputed value
     ],
@@ -147,10 +145,9 @@ def test_the_results_of_a_backward_rule(change, text):
     ("change", "got"),
     [
         (lambda g: None, "None"),  # the weight had no gradient, without an error
-        (lambda g: g.float(), r"Tensor of shape \(3, 8, (4|8)\) and dtype float32"),
         (lambda g: g[:, :2], r"Tensor of shape \(3, 2, (4|8)\)"),
     ],
-    ids=["none", "dtype", "shape"],
+    ids=["none", "shape"],
 )
 def test_a_weight_gradient(backend, change, got):
     torch._dynamo.reset()

@@ -6,16 +6,20 @@ Imports inside functions and imports for a type checker count too.
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 from kit.call_hops import layers
 
 import fusedmoe
-from fusedmoe import ops
+from fusedmoe.base.aliases import PRESENT_NAMES
 
 PACKAGE = Path(fusedmoe.__file__).parent
 ENGINE = "fusedmoe.fusion"
@@ -160,32 +164,49 @@ def test_the_engine_names_no_architecture():
     assert {m for m in MODULES if of(m, (ENGINE,)) and re.search(pattern, SOURCES[m], re.IGNORECASE)} == set()
 
 
-def words_of(module: str) -> set[str]:
-    """The names and the words of texts in a module, without its docstrings."""
-    tree = ast.parse(SOURCES[module])
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    words: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute):
-            words.add(node.id if isinstance(node, ast.Name) else node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
-            words.update(re.findall(r"\w+", node.value))
-    return words
-
-
-def test_the_engine_names_no_op():
-    bases = (ops.Op, ops.BackwardOp, ops.AutogradBackward)
-    kinds = {name for name, kind in vars(ops).items() if isinstance(kind, type) and issubclass(kind, bases[:2])}
-    kinds -= {base.__name__ for base in bases}
-    assert "GroupedLinear" in words_of("fusedmoe.ops.grouped_linear") & kinds
-    named = {m: sorted(kinds & words_of(m)) for m in MODULES if of(m, (ENGINE,))}
-    assert {m: names for m, names in named.items() if names} == {}
-
-
 def test_imports_are_statements_or_import_module():
     """Those that the walk finds."""
     others = re.compile(r"__import__|sys\.modules(\.get\(|\[)[\"']fusedmoe")
     assert {m for m in MODULES if others.search(SOURCES[m])} == set()
+
+
+# ---- imports of a process, and earlier names of modules -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESENT_NAMES)
+def test_an_earlier_name_is_the_present_module(name, monkeypatch):
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    present = importlib.import_module(PRESENT_NAMES[name])
+    with pytest.warns(FutureWarning, match=f"{name} is now {present.__name__}"):
+        assert importlib.import_module(name) is present
+    assert present.__spec__.name == present.__name__ == PRESENT_NAMES[name]
+
+
+def test_a_process_that_imports():
+    """Submodules are not loaded twice; the built-in rules are registered; no framework and no compiler is imported."""
+    script = """
+import sys, warnings
+warnings.simplefilter("ignore", FutureWarning)
+import fusedmoe.recipes.recipe
+from fusedmoe.formats.tensor import QuantizedTensor
+import fusedmoe as fm
+assert fusedmoe.recipes.recipe.Recipe is fm.Recipe and QuantizedTensor is fm.QuantizedTensor
+from fusedmoe.builtin_rules import BUILTIN
+assert set(BUILTIN) <= set(fm.rules())
+class MXFP8BlockScaling: pass  # named like a recipe of Transformer Engine
+with fm.recipe(MXFP8BlockScaling()) as ours: assert ours.name == "mxfp8"
+import fusedmoe.commands.compile, fusedmoe.kernels.build.shipped
+from fusedmoe.kernels.build import toolkit
+toolkit.why_unusable()
+packages = {name.split(".")[0] for name in sys.modules}
+assert not {"cutlass", "tvm_ffi", "transformers", "transformer_engine"} & packages
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_an_unknown_module_is_not_found():
+    with pytest.raises(ModuleNotFoundError, match="recipe_s"):
+        importlib.import_module("fusedmoe.recipe_s")
 
 
 # ---- the tests themselves -----------------------------------------------------------------------------------------

@@ -66,16 +66,6 @@ def test_the_slots_of_a_chunk_fit_the_kernel_that_places_them(tokens, chosen):
     assert tokens <= size * max(host.CHUNKS, -(-tokens // min(host.MOST_CHUNK_TOKENS, host.CHUNK_SLOTS // chosen)))
 
 
-@pytest.mark.parametrize(("dtype", "parts"), [(BF16, 2), (FP32, 3)])
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 8), (33, 60), (5000, 128), (32768, 512)])
-def test_groups_of_tokens_fill_a_gpu(tokens, experts, dtype, parts):
-    groups = host.weight_groups(tokens, experts, 2048, dtype)
-    tiles = -(-parts * host.padded(experts) // 128) * -(-2048 // 192)
-    most = -(-tokens // host.GROUP_UNIT)
-    assert 1 <= groups <= most
-    assert groups == most or groups * tiles <= host.TILES < (groups + 1) * tiles
-
-
 # ---- the router's settings
 
 
@@ -83,13 +73,9 @@ def test_groups_of_tokens_fill_a_gpu(tokens, experts, dtype, parts):
     ("arguments", "reason"),
     [
         ((FP32, FP32, None, 64, 8, 1), "x is float32"),
-        ((BF16, FP16, None, 64, 8, 1), "the router's weight is float16: expected bfloat16 or"),
         ((FP16, FP32, None, 64, 8, 1), "the router's weight is float32: expected float16"),
         ((BF16, BF16, FP64, 64, 8, 1), "the router's bias is float64"),
-        ((BF16, BF16, None, 516, 8, 1), "516 experts, over 512"),
         ((BF16, BF16, None, 128, 33, 1), "33 chosen experts, 1 groups"),
-        ((BF16, BF16, None, 128, 8, 64), "8 chosen experts, 64 groups"),
-        ((BF16, BF16, FP32, 3, 2, 1), None),
         ((BF16, FP32, FP32, 3, 2, 1), None),
     ],
 )

@@ -18,27 +18,12 @@ def sass(*lines):
     return "\n".join(text)
 
 
-# Machine code of a revision whose FP8 weight gradients hung on a GPU.
-OF_A_HANG = """
-        /*25a0*/                   IMAD.MOV.U32 R2, RZ, RZ, 0x1 ;            /* 0x00000001ff027424 */
-                                                                             /* 0x000fe200078e00ff */
-        /*25b0*/                   LDS R8, [UR7+0xb0] ;                      /* 0x0000b007ff087984 */
-                                                                             /* 0x000e660008000800 */
-.L_x_141:
-        /*25c0*/                   SYNCS.ARRIVE.TRANS64.RED.ART0 RZ, [UR4], R2 ; /* 0x00000002ffff79a7 */
-                                                                             /* 0x0005e60008500404 */
-"""
 LOAD, EARLIER = "1 000000 LDS R8, [UR7+0xb0]", "- 000000 LDS.64 R4, [R2]"
 REMOTE = "- 000000 SYNCS.ARRIVE.TRANS64.RED.ART0 RZ, [UR4], R2"
 USE = "- 000010 SHFL.IDX PT, R15, R8, RZ, 0x1f"
 END = "- 000000 EXIT"
 BRANCH, GO, LABEL = "- 000000 @P0 BRA `(.L_x_1)", "- 000000 BRA `(.L_x_1)", ".L_x_1"
 FENCE = ("- 000000 MEMBAR.ALL.CTA", "1 000010 FENCE.VIEW.ASYNC.S")
-
-
-def test_the_arrival_of_a_hang_is_found():
-    (found,) = unsafe_releases(parse(OF_A_HANG))
-    assert found == "25c0 SYNCS.ARRIVE.TRANS64.RED.ART0 RZ, [UR4], R2 during 25b0 LDS R8, [UR7+0xb0]"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ CUDA = torch.device("cuda")
 UNVERIFIED = "not verified on this machine: run `fusedmoe verify`"
 RULES = [rule for rule in BUILTIN if rule.name in {f"sm100.{neutral.name}" for neutral in ROWS}]
 NAMES = {rule.name for rule in RULES}
-MOVING = {f"sm100.{name}" for name in ("dispatch", "combine", "dcombine")}
 
 
 @pytest.fixture
@@ -29,13 +28,13 @@ def verified(monkeypatch):
         monkeypatch.setattr(package, "why_missing", lambda: missing)
         monkeypatch.setattr(package, "why_unverified", lambda: unverified)
 
-    set_reasons()
     return set_reasons
 
 
 def test_each_is_one_rule_for_two_architectures(verified):
     """Their names, identities and requirements differ, and nothing else."""
     assert len(RULES) == len(ROWS) == 11
+    verified()
     of_hopper = {rule.name: rule for rule in BUILTIN if rule.name.startswith("sm90.")}
     for rule in RULES:
         twin = of_hopper[rule.name.replace("sm100.", "sm90.")]
@@ -55,32 +54,19 @@ def test_each_is_one_rule_for_two_architectures(verified):
         assert {why_unavailable(rule, CUDA, 100, ()) for rule in RULES} == {(wanted, "machine")}
 
 
-def plan_of(arch, monkeypatch):
+@pytest.mark.parametrize("arch", [100, 103])
+def test_unverified_they_are_the_nearest_rules(arch, verified, monkeypatch):
+    """Nearer than rules for Hopper, whose reasons name no remedy."""
+    verified(unverified=UNVERIFIED)
     monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: arch)
     experts = fm.Sequential(
         fm.Dispatch(), fm.GroupedLinear(4, 64, 2 * 32, dtype=BF16, bias=True), fm.SwiGLU(), fm.Scale("probs"),
         fm.GroupedLinear(4, 32, 64, dtype=BF16, bias=True), fm.Combine(None),
     )  # fmt: skip
     named = {"expert_index": torch.randint(4, (6, 2)), "expert_weight": torch.ones(6, 2, requires_grad=True)}
-    return only_plan(experts, torch.zeros(6, 64, dtype=BF16, requires_grad=True), **named)
-
-
-def test_they_run_beside_the_products_of_torch(verified, monkeypatch):
-    """In bf16, for whose products this package has no kernel on Blackwell."""
-    monkeypatch.setattr("fusedmoe.fusion.program.plan_table.arch_of", lambda device: 100)
-    explained = fm.MoE(64, 32, 4, 2, dtype=BF16).explain(torch.zeros(6, 64, dtype=BF16, requires_grad=True))
-    others = "ddispatch", "dispatch_weight_grad", "activation", "dactivation", "grouped_mm", "grouped_mm_dgrad"
-    (plan,) = explained.plans
-    assert {step.rule for step in plan.fused} == MOVING | {f"sm100.{name}" for name in others}
-
-
-@pytest.mark.parametrize("arch", [100, 103])
-def test_unverified_they_are_the_nearest_rules(arch, verified, monkeypatch):
-    """Nearer than rules for Hopper, whose reasons name no remedy."""
-    verified(unverified=UNVERIFIED)
-    plan = plan_of(arch, monkeypatch)
+    plan = only_plan(experts, torch.zeros(6, 64, dtype=BF16, requires_grad=True), **named)
     assert not plan.fused
     nearest = {step.nearest_miss.rule: step.nearest_miss for step in plan.unfused}
-    assert nearest.keys() >= MOVING | {"sm100.column_sums"}
+    assert nearest.keys() >= {f"sm100.{name}" for name in ("dispatch", "combine", "dcombine", "column_sums")}
     for rule in NAMES & nearest.keys():
         assert (nearest[rule].status, nearest[rule].reason) == (Status.UNAVAILABLE, UNVERIFIED)

@@ -1,13 +1,15 @@
-"""`Sequential` as a container that behaves like `torch.nn.Sequential`; foreign modules in it, which split the chain;
-and hooks of inner ops, replaced and overridden forwards, which run.
-"""
+"""`Sequential`: a container like `torch.nn.Sequential`, its state, foreign modules that split the chain, and hooks."""
 
+import copy
 import functools
+import io
+import pickle
 import re
 
 import pytest
 import torch
-from kit.toy import E, H, I, assert_same, experts, gemm, inputs, outcome, rows, rules_used
+from kit import toy
+from kit.toy import E, H, I, assert_same, experts, inputs, only_plan, outcome, rows, rules_used
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -85,6 +87,72 @@ def test_a_nested_sequential_counts_as_its_ops():
     assert_same({renamed.get(k, k): v for k, v in outcome(nested, x, **named).items()}, outcome(flat, x, **named))
 
 
+# ---- state ----------------------------------------------------------------------------------------------------------
+
+
+def test_copies():
+    chain = fm.Sequential(fm.Scale("probs"), *experts())
+    x, named, file = rows(), inputs(scale=True), io.BytesIO()
+    with fm.register(toy.gemm_glu()):  # a plan that holds functions of this process
+        expected = outcome(chain, x, **named)
+        torch.save(chain, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        for twin in (copy.deepcopy(chain), pickle.loads(pickle.dumps(chain)), loaded):
+            assert type(twin) is fm.Sequential
+            assert twin[1].weight is not chain[1].weight
+            assert_same(outcome(twin, x, **named), expected)
+
+
+@pytest.mark.parametrize("materialize", ["to_empty", "assign"])
+def test_built_on_the_meta_device(materialize):
+    with torch.device("meta"):
+        chain = experts()
+    assert chain[0].weight.is_meta
+    real = experts()
+    if materialize == "to_empty":
+        chain.to_empty(device="cpu")
+        chain.load_state_dict(real.state_dict())
+    else:
+        chain.load_state_dict(real.state_dict(), assign=True)
+    x, named = rows(), inputs()
+    assert_same(outcome(chain, x, **named), outcome(real, x, **named))
+
+
+def test_a_bias_may_appear_and_go():
+    chain, x, named = experts(), rows(), inputs()
+    y = chain(x, **named)
+    chain[2].bias = nn.Parameter(torch.ones(E, H, dtype=torch.float64))
+    with_bias = outcome(chain, x, **named)
+    torch.testing.assert_close(with_bias["y"][:7], y.detach()[:7] + 1)
+    assert torch.equal(with_bias["y"][7:], torch.zeros(2, H, dtype=torch.float64))
+    assert "2.bias" in with_bias
+    chain[2].bias = None
+    assert torch.equal(chain(x, **named), y)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_parametrized_weight_is_read_through_its_parametrization():
+    chain, x, named = experts(), rows(), inputs()
+    expected = copy.deepcopy(chain)
+    with torch.no_grad():
+        expected[0].weight.mul_(2)
+    nn.utils.parametrize.register_parametrization(chain[0], "weight", Doubled())
+    with fm.register(toy.gemm()):
+        plan = only_plan(chain, x, **named)
+        got = outcome(chain, x, **named)
+    want = outcome(expected, x, **named)
+    # torch gives a parametrized module a class of its own, which no rule names
+    assert rules_used(plan) == ["toy.gemm"]
+    assert "got ParametrizedGroupedLinear, a subclass of GroupedLinear" in toy.status(plan, "toy.gemm", 0)[1]
+    torch.testing.assert_close(got["y"], want["y"])
+    torch.testing.assert_close(got["0.parametrizations.weight.original"], 2 * want["0.weight"])
+
+
 # ---- foreign modules ------------------------------------------------------------------------------------------------
 
 
@@ -114,42 +182,22 @@ def test_what_dispatch_provides_crosses_a_split_with_its_gradients(where):
     assert split.runtime_inputs == whole.runtime_inputs == ("expert_index", "expert_weight")
 
 
-class Returning(nn.Module):
-    def __init__(self, give):
-        super().__init__()
-        self.give = give
-
-    def forward(self, x):
-        return self.give(x)
-
-
 dynamos_own = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
 
 
 @dynamos_own
-@pytest.mark.parametrize(
-    ("module", "named"),
-    [
-        (nn.GRU(4, 4), "GRU: output: expected a tensor, the rows for 2.{}, got tuple"),
-        (Returning(lambda x: None), "Returning: output: expected a tensor, the rows for 2.{}, got NoneType"),
-        (Returning(lambda x: [x]), "Returning: output: expected a tensor, the rows for 2.{}, got list"),
-    ],
-    ids=["tuple", "None", "list"],
-)
-@pytest.mark.parametrize(("grouped", "backend"), [(False, "eager"), (True, None)])
-def test_a_module_that_returns_no_tensor_to_an_op_is_named(module, named, grouped, backend):
-    """The op failed with an AttributeError of the tuple."""
-    make = (lambda: fm.GroupedLinear(2, 4, 4)) if grouped else (lambda: fm.Linear(4, 4))
-    given = {"splits": torch.tensor([1, 2])} if grouped else {}
-    chain, x = fm.Sequential(make(), module, make()), torch.randn(3, 4)
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_a_module_that_returns_no_tensor_to_an_op_is_named(backend):
+    chain = fm.Sequential(fm.Linear(4, 4), nn.GRU(4, 4), fm.Linear(4, 4))
     call = chain if backend is None else torch.compile(chain, backend=backend)
-    with pytest.raises(fm.InputError, match=re.escape("Sequential: 1." + named.format(type(chain[2]).__name__))):
-        call(x, **given)
+    text = r"Sequential: 1\.GRU: output: expected a tensor, the rows for 2\.Linear, got tuple"
+    with pytest.raises(fm.InputError, match=text):
+        call(torch.randn(3, 4))
 
 
 @dynamos_own
 def test_compiled_after_another_with_a_module_that_dynamo_does_not_trace():
-    """The graph up to there was taken for the next one too: an op had no attribute '_description'."""
+    """The graph up to there was taken for the next one too."""
     x = torch.randn(3, 4)
     for chain in (fm.Sequential(fm.Linear(4, 4), nn.GRU(4, 4)), fm.Sequential(fm.Linear(4, 4), nn.Tanh())):
         torch.testing.assert_close(torch.compile(chain, backend="eager")(x), chain(x))
@@ -158,7 +206,7 @@ def test_compiled_after_another_with_a_module_that_dynamo_does_not_trace():
 # ---- hooks ----------------------------------------------------------------------------------------------------------
 
 
-TITLE = "module 1: SwiGLU: called as a module because of its hooks"
+TITLE = "module {}: {}: called as a module because of its hooks"
 
 
 def titles(chain, x, **named):
@@ -171,45 +219,32 @@ def setup():
     return chain, x, named, outcome(chain, x, **named)
 
 
-def test_forward_hooks_run_and_may_change_the_output(setup):
+def test_hooks_run_and_may_change_the_output(setup):
     chain, x, named, before = setup
-    seen = []
-    handle = chain[1].register_forward_hook(lambda _m, args, out: seen.append((args[0].shape, out.shape)))
+    seen = {}
+    _, act, down = chain
+    handles = [
+        act.register_forward_hook(lambda _m, args, out: seen.update(forward=(args[0].shape, out.shape))),
+        down.register_forward_pre_hook(lambda _m, _args, kwargs: seen.update(pre=set(kwargs)), with_kwargs=True),
+        act.register_full_backward_hook(lambda _m, dx, dy: seen.update(backward=(dx[0].shape, dy[0].shape))),
+        down.register_full_backward_pre_hook(lambda _m, dy: seen.update(pre_backward=dy[0].shape)),
+        chain.register_forward_hook(lambda *_: seen.update(own="splits nothing")),
+    ]
     assert_same(outcome(chain, x, **named), before)
-    assert seen == [((9, 8), (9, 4))]
-    assert titles(chain, x, **named) == ["chain 0", TITLE, "chain 2"]
-    handle.remove()
+    shapes = (9, H), (9, I)
+    assert seen == {
+        "forward": shapes, "pre": {"splits"}, "backward": shapes, "pre_backward": (9, H), "own": "splits nothing",
+    }  # fmt: skip
+    assert titles(chain, x, **named) == ["chain 0", TITLE.format(1, "SwiGLU"), TITLE.format(2, "GroupedLinear")]
+    for handle in handles:
+        handle.remove()
     assert titles(chain, x, **named) == ["chain 0 to 2"]
-    with chain[1].register_forward_hook(lambda _m, _args, out: 2 * out):
+    with act.register_forward_hook(lambda _m, _args, out: 2 * out):
         torch.testing.assert_close(outcome(chain, x, **named)["y"], 2 * before["y"])
 
 
-def test_forward_pre_hooks_run_with_keywords(setup):
-    chain, x, named, before = setup
-    seen = []
-    chain[2].register_forward_pre_hook(lambda _m, _args, kwargs: seen.append(set(kwargs)), with_kwargs=True)
-    chain.register_forward_hook(lambda *_: seen.append("the Sequential's own splits nothing"))
-    with fm.register(gemm()):
-        assert_same(outcome(chain, x, **named), before)
-        first, last = chain.explain(x, **named).parts
-    assert seen[0] == {"splits"}
-    assert len(seen) == 2
-    assert (first[0], rules_used(first[1])) == ("chain 0 to 1", ["toy.gemm"])
-    assert last[0] == "module 2: GroupedLinear: called as a module because of its hooks"
-
-
-def test_full_backward_hooks_run(setup):
-    chain, x, named, before = setup
-    seen = []
-    chain[1].register_full_backward_hook(lambda _m, grad_in, grad_out: seen.append((grad_in[0], grad_out[0])))
-    chain[2].register_full_backward_pre_hook(lambda _m, grad_out: seen.append(grad_out[0].shape))
-    assert_same(outcome(chain, x, **named), before)
-    assert seen[0] == (9, 8)
-    assert [tuple(g.shape) for g in seen[1]] == [(9, 8), (9, 4)]
-
-
 def test_a_replaced_forward_runs(setup):
-    """As accelerate does it: the instance's forward wraps the class's."""
+    """As accelerate does it."""
     chain, x, named, before = setup
     calls = []
     old = chain[0].forward
@@ -221,7 +256,7 @@ def test_a_replaced_forward_runs(setup):
     chain[0].forward = functools.update_wrapper(functools.partial(forward, chain[0]), old)
     assert_same(outcome(chain, x, **named), before)
     assert calls == [{"splits"}]
-    assert titles(chain, x, **named)[0] == "module 0: GroupedLinear: called as a module because of its hooks"
+    assert titles(chain, x, **named)[0] == TITLE.format(0, "GroupedLinear")
 
 
 class Negated(fm.SwiGLU):
@@ -235,7 +270,7 @@ def test_a_subclass_that_overrides_forward_runs_it(setup):
     got = outcome(chain, x, **named)
     torch.testing.assert_close(got["y"], -before["y"])
     torch.testing.assert_close(got["x"], -before["x"])
-    assert titles(chain, x, **named)[1] == "module 1: Negated: called as a module because of its hooks"
+    assert titles(chain, x, **named)[1] == TITLE.format(1, "Negated")
 
 
 def test_global_hooks_run_for_every_op(setup):
@@ -245,3 +280,129 @@ def test_global_hooks_run_for_every_op(setup):
         assert_same(outcome(chain, x, **named), before)
         assert seen == [fm.GroupedLinear, fm.SwiGLU, fm.GroupedLinear, fm.Sequential]
     assert titles(chain, x, **named) == ["chain 0 to 2"]
+
+
+# ---- runtime inputs: each given once, by name; what is wrong is refused with the ops that want it -------------------
+
+
+def refused(text, chain, *args, **named):
+    with pytest.raises(fm.InputError, match=re.escape(text)):
+        chain(*args, **named)
+
+
+PROBS = torch.ones(9, dtype=torch.float64)
+REFUSED = {
+    "missing": (experts, {}, "Sequential: the runtime input 'splits' is missing, which 0.GroupedLinear, 2.Gr"),
+    "missing after a split": (
+        lambda: fm.Sequential(fm.SwiGLU(), nn.Identity(), fm.Scale("gains")), {}, "'gains' is missing, which 2.Scale"
+    ),
+    "missing for an op alone": (lambda: experts()[0], {}, "'splits' is missing, which op.GroupedLinear takes"),
+    "None": (experts, {"splits": None}, "the runtime input 'splits' is missing"),
+    "unused": (
+        lambda: experts(scale=True), {**inputs(scale=True), "porbs": PROBS},
+        "no op takes the runtime input 'porbs'; the inputs that ops take: 'splits' (for 0.GroupedLinear, "
+        "3.GroupedLinear), 'probs' (for 2.Scale)",
+    ),
+    "derived": (
+        experts, {**inputs(), "offsets": torch.tensor([3, 3, 7])}, "no op takes the runtime input 'offsets'"
+    ),
+    "provided": (
+        lambda: fm.Sequential(fm.Dispatch(), *experts(), fm.Combine()), {**routing(), **inputs()},
+        "Sequential: 'splits' is given, but 0.Dispatch provides it",
+    ),
+    **{
+        f"type of {value}": (
+            experts, {"splits": value},
+            f"splits: expected a tensor, got {type(value).__name__}; 0.GroupedLinear, 2.GroupedLinear takes it",
+        )
+        for value in ([3, 0, 4], "3")
+    },
+    **{
+        f"splits {i}": (experts, {"splits": splits}, f"splits: {text}")
+        for i, (splits, text) in enumerate([
+            (torch.tensor([3, 4]), "expected shape (3,), one count per expert, got (2,)"),
+            (torch.tensor(7), "expected shape (experts,), got ()"),
+            (torch.tensor([3.0, 0, 4]), "expected integers, rows per expert, got torch.float32"),
+            (torch.tensor([3, -1, 4]), "expected counts of at least 0, got -1 for expert 1"),
+            (torch.tensor([3, 3, 4]), "expected a sum of at most 9, the number of rows, got 10"),
+            (
+                torch.tensor([3, 0, 4], device="meta"),
+                "expected on cpu, where the rows are, got on meta; 0.GroupedLinear, 2.GroupedLinear takes it",
+            ),
+        ])
+    },
+    **{
+        f"probs {i}": (
+            lambda: experts(scale=True), {**inputs(), "probs": probs},
+            f"2.Scale: Scale('probs'): probs: expected {text}",
+        )
+        for i, (probs, text) in enumerate([
+            (torch.ones(8), "shape (9,), one value per row, got (8,)"),
+            (torch.ones(9, dtype=torch.int64), "a floating-point dtype"),
+        ])
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "named", "text"), REFUSED.values(), ids=REFUSED.keys())
+def test_wrong_inputs(make, named, text):
+    chain, x = make(), rows()
+    if "splits" in chain.runtime_inputs:
+        chain(x, **{name: t for name, t in inputs(scale=True).items() if name in chain.runtime_inputs})
+    refused(text, chain, x, **named)  # after a call that fitted, too
+    if isinstance(chain, fm.Sequential) and "missing" in text:
+        with pytest.raises(fm.InputError, match="is missing"):
+            chain.explain(x, **named)
+
+
+def test_wrong_rows():
+    refused("Sequential: x: expected a tensor, got list", experts(), [[1.0]], **inputs())
+    refused("x: expected a tensor, got list", fm.SwiGLU(), [[1.0]])
+    refused("0.GroupedLinear: x: expected rows, got a scalar", experts(), torch.tensor(1.0), **inputs())
+    named = "0.GroupedLinear: GroupedLinear(num_groups=3, in_features=8, out_features=8)"
+    for call in (experts(), experts().explain):
+        refused(f"{named}: x: expected shape (rows, 8), got (9, 7)", call, torch.ones(9, 7).double(), **inputs())
+    alone = fm.Sequential(fm.Dispatch())
+    refused("Dispatch(): num_experts is None, and no grouped op follows", alone, rows(), **routing())
+    refused("0.GroupedLinear", experts(), rows(dtype=torch.float32), **inputs())  # a dtype that is not the weight's
+    chain = experts()
+    chain(rows(), **inputs())
+    chain[2].weight = nn.Parameter(torch.zeros(E, H, I + 1, dtype=torch.float64))
+    refused("weight: expected shape (3, 8, 4), got (3, 8, 5)", chain, rows(), **inputs())
+    with pytest.raises(TypeError, match="positional"):
+        experts()(rows(), torch.tensor([3, 0, 4]))
+
+
+SPARSE_OR_NESTED = {
+    "expected a dense tensor, got layout torch.sparse_coo; call .to_dense()": torch.Tensor.to_sparse,
+    "expected a dense tensor, got a nested tensor; ": lambda x: torch.nested.nested_tensor(
+        [x, x[:3]], layout=torch.jagged
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("message", SPARSE_OR_NESTED)
+def test_sparse_and_nested_tensors(message):
+    x, moe = rows(), fm.MoE(H, I, E, 2, dtype=torch.float64)
+    other = SPARSE_OR_NESTED[message](x)
+    with pytest.raises(fm.InputError, match=rf"0\.GroupedLinear: x: {re.escape(message)}"):
+        experts()(other, **inputs())
+    for call in (moe, moe.explain):
+        with pytest.raises(fm.InputError, match=f"MoE: x: {re.escape(message)}"):
+            call(other)
+    with pytest.raises(fm.InputError, match=rf"op\.SwiGLU: x: {re.escape(message)}"):
+        fm.SwiGLU()(other)
+    with pytest.raises(fm.InputError, match="splits: expected a dense tensor, got "):
+        experts()(x, splits=torch.tensor([4, 5]).to_sparse())
+
+
+@pytest.mark.parametrize("ends", [(), ("module",)], ids=["one chain", "across a split"])
+def test_probs_must_not_be_applied_twice(ends):
+    middle = [nn.Identity() for _ in ends]
+    chain = fm.Sequential(fm.Dispatch(), *experts(scale=True, dtype=torch.float32), *middle, fm.Combine())
+    last = 5 + len(middle)
+    refused(
+        f"'probs' would be applied twice, by 3.Scale and by {last}.Combine; apply it in one of the two only",
+        chain, torch.ones(6, H), **routing(),
+    )  # fmt: skip

@@ -46,74 +46,54 @@ def fp4_params(fwd_inp=(), fwd_weight=(), bwd_grad=()):
     return {f"fp4_quant_{role}": dict(fields) for role, fields in given.items()}
 
 
+DELAYED, CURRENT = "DelayedScaling", "Float8CurrentScaling"
+BLOCK, MX, NV = "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling"
+HADAMARD = {"random_hadamard_transform": True}
+
 OURS = [
-    ("DelayedScaling", {}, FP8Tensor(delayed=Delayed(1024))),
+    (DELAYED, {}, FP8Tensor(delayed=Delayed(1024))),
     (
-        "DelayedScaling",
+        DELAYED,
         {"margin": 2, "amax_history_len": 16, "amax_compute_algo": "most_recent", "fp8_format": "E4M3"},
         FP8Tensor(hybrid=False, delayed=Delayed(16, most_recent=True, margin=2)),
     ),
-    ("Float8CurrentScaling", {}, FP8Tensor()),
-    ("Float8CurrentScaling", params(power_2_scale=True), FP8Tensor(power_of_two=True)),
-    ("MXFP8BlockScaling", {}, MXFP8()),
-    ("MXFP8BlockScaling", {"fp8_format": "HYBRID"}, MXFP8(hybrid=True)),
-    ("MXFP8BlockScaling", {"enable_2d_quantization": True}, MXFP8(weight_2d=True)),
-    ("Float8BlockScaling", {}, FP8Block()),
-    ("Float8BlockScaling", {"fp8_format": "HYBRID"}, FP8Block(hybrid=True)),
-    ("Float8BlockScaling", params(power_2_scale=True, amax_epsilon=1e-4), FP8Block(amax_epsilon=1e-4)),
+    (CURRENT, {}, FP8Tensor()),
+    (CURRENT, params(power_2_scale=True), FP8Tensor(power_of_two=True)),
+    (MX, {}, MXFP8()),
+    (MX, {"fp8_format": "HYBRID"}, MXFP8(hybrid=True)),
+    (MX, {"enable_2d_quantization": True}, MXFP8(weight_2d=True)),
+    (BLOCK, {}, FP8Block()),
+    (BLOCK, {"fp8_format": "HYBRID"}, FP8Block(hybrid=True)),
+    (BLOCK, params(power_2_scale=True, amax_epsilon=1e-4), FP8Block(amax_epsilon=1e-4)),
     # the flag alone changes nothing there: what their layers go by are the parameters
-    ("Float8CurrentScaling", {"use_power_2_scales": True}, FP8Tensor()),
-    ("Float8BlockScaling", {"use_f32_scales": True}, FP8Block()),
-    ("NVFP4BlockScaling", {}, NVFP4()),
-    ("NVFP4BlockScaling", {"disable_rht": True}, NVFP4(hadamard=False)),
-    ("NVFP4BlockScaling", {"disable_stochastic_rounding": True}, NVFP4(stochastic_rounding=False)),
-    ("NVFP4BlockScaling", {"disable_2d_quantization": True}, NVFP4(weight_2d=False)),
-    ("NVFP4BlockScaling", fp4_params(), NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False)),
-    ("NVFP4BlockScaling", fp4_params(bwd_grad={"stochastic_rounding": True}), NVFP4(hadamard=False, weight_2d=False)),
-    (
-        "NVFP4BlockScaling",
-        fp4_params(fwd_inp={"random_hadamard_transform": True}, bwd_grad={"random_hadamard_transform": True}),
-        NVFP4(stochastic_rounding=False, weight_2d=False),
-    ),
+    (CURRENT, {"use_power_2_scales": True}, FP8Tensor()),
+    (BLOCK, {"use_f32_scales": True}, FP8Block()),
+    (NV, {}, NVFP4()),
+    (NV, {"disable_rht": True}, NVFP4(hadamard=False)),
+    (NV, {"disable_stochastic_rounding": True}, NVFP4(stochastic_rounding=False)),
+    (NV, {"disable_2d_quantization": True}, NVFP4(weight_2d=False)),
+    (NV, fp4_params(), NVFP4(hadamard=False, stochastic_rounding=False, weight_2d=False)),
+    (NV, fp4_params(bwd_grad={"stochastic_rounding": True}), NVFP4(hadamard=False, weight_2d=False)),
+    (NV, fp4_params(fwd_inp=HADAMARD, bwd_grad=HADAMARD), NVFP4(stochastic_rounding=False, weight_2d=False)),
 ]
 
 REFUSED = [
-    ("DelayedScaling", {"backward_override": "dequantized"}, "backward_override: expected None, got 'dequantized'"),
-    ("DelayedScaling", {"amax_compute_algo": max}, "amax_compute_algo: expected 'max' or 'most_recent', got <built-in"),
-    ("DelayedScaling", {"scaling_factor_compute_algo": max}, "scaling_factor_compute_algo: expected None, got <built"),
-    ("MXFP8BlockScaling", {"margin": 1}, "margin: expected 0, got 1"),
-    ("Float8BlockScaling", {"x_block_scaling_dim": 2}, "x_block_scaling_dim: expected 1, got 2"),
-    ("Float8BlockScaling", {"w_block_scaling_dim": 1}, "w_block_scaling_dim: expected 2, got 1"),
-    ("NVFP4BlockScaling", {"row_scaled_activation": True}, "row_scaled_activation: expected False, got True"),
-    ("NVFP4BlockScaling", {"nvfp4_4over6": "weights"}, "nvfp4_4over6: expected 'none', got 'weights'"),
-    (
-        "NVFP4BlockScaling",
-        fp4_params(fwd_inp={"random_hadamard_transform": True}),
-        "fp4_quant_bwd_grad.random_hadamard_transform: expected True, got False",
-    ),
-    (
-        "NVFP4BlockScaling",
-        fp4_params(bwd_grad={"fp4_2d_quantization": True}),
-        "fp4_quant_bwd_grad.fp4_2d_quantization: expected False, got True",
-    ),
-    (
-        "NVFP4BlockScaling",
-        fp4_params(fwd_inp={"amax_epsilon": 1e-4}),
-        "fp4_quant_fwd_inp.amax_epsilon: expected 0.0, got 0.0001",
-    ),
+    (DELAYED, {"backward_override": "dequantized"}, "backward_override: expected None, got 'dequantized'"),
+    (DELAYED, {"amax_compute_algo": max}, "amax_compute_algo: expected 'max' or 'most_recent', got <built-in"),
+    (DELAYED, {"scaling_factor_compute_algo": max}, "scaling_factor_compute_algo: expected None, got <built"),
+    (MX, {"margin": 1}, "margin: expected 0, got 1"),
+    (BLOCK, {"x_block_scaling_dim": 2}, "x_block_scaling_dim: expected 1, got 2"),
+    (BLOCK, {"w_block_scaling_dim": 1}, "w_block_scaling_dim: expected 2, got 1"),
+    (NV, {"row_scaled_activation": True}, "row_scaled_activation: expected False, got True"),
+    (NV, {"nvfp4_4over6": "weights"}, "nvfp4_4over6: expected 'none', got 'weights'"),
+    (NV, fp4_params(fwd_inp=HADAMARD), "fp4_quant_bwd_grad.random_hadamard_transform: expected True, got False"),
+    (NV, fp4_params(bwd_grad={"fp4_2d_quantization": True}), "fp4_quant_bwd_grad.fp4_2d_quantization: expected False"),
+    (NV, fp4_params(fwd_inp={"amax_epsilon": 1e-4}), "fp4_quant_fwd_inp.amax_epsilon: expected 0.0, got 0.0001"),
+    # parameters have to agree
+    (BLOCK, {"fp8_quant_fwd_inp": {"power_2_scale": True, "amax_epsilon": 1e-4}}, "amax_epsilon: expected the"),
+    (CURRENT, params(amax_epsilon=1e-4), "amax_epsilon: expected 0.0, got 0.0001"),
+    *[(kind, {"fp8_format": "E5M2"}, "fp8_format: expected E4M3 or HYBRID") for kind in (DELAYED, CURRENT, MX, BLOCK)],
 ]
-
-
-REFUSED += [  # parameters have to agree
-    (
-        "Float8BlockScaling",
-        {"fp8_quant_fwd_inp": {"power_2_scale": True, "amax_epsilon": 1e-4}},
-        "amax_epsilon: expected the",
-    ),
-    ("Float8CurrentScaling", params(amax_epsilon=1e-4), "amax_epsilon: expected 0.0, got 0.0001"),
-]
-FP8 = ["DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling"]
-REFUSED += [(kind, {"fp8_format": "E5M2"}, "fp8_format: expected E4M3 or HYBRID, got E5M2") for kind in FP8]
 
 
 def made(module, kind, fields, new=None):
@@ -142,18 +122,16 @@ def test_other_values_are_refused_by_name(kind, fields, message, theirs):
         resolve(made(theirs, kind, fields))
 
 
-@pytest.mark.parametrize("kind", [*FP8, "NVFP4BlockScaling"])
-def test_a_field_that_is_new_is_refused_by_name(kind, theirs):
+def test_a_field_that_is_new_is_refused_by_name(theirs):
     with pytest.raises(fm.InputError, match="recipe Newer: sparse: a field that fusedmoe does not know; got True"):
-        resolve(made(theirs, kind, {}, new=[("sparse", bool, True)]))
+        resolve(made(theirs, MX, {}, new=[("sparse", bool, True)]))
 
 
-@pytest.mark.parametrize("make", [fm.GroupedLinear, lambda _, *sizes, **o: fm.Linear(*sizes, **o)], ids=["grouped", ""])
-def test_one_of_theirs_may_be_a_layers_own(make, theirs):
-    x, named = torch.randn(6, 32), {"splits": torch.tensor([2, 4])} if make is fm.GroupedLinear else {}
-    layer = make(2, 32, 32, recipe=theirs["Float8BlockScaling"]())  # which cannot be hashed
+def test_one_of_theirs_may_be_a_layers_own(theirs):
+    x, named = torch.randn(6, 32), {"splits": torch.tensor([2, 4])}
+    layer = fm.GroupedLinear(2, 32, 32, recipe=theirs[BLOCK]())  # which cannot be hashed
     assert layer.recipe == FP8Block()
-    layer.recipe = made(theirs, "MXFP8BlockScaling", {"enable_2d_quantization": True})
+    layer.recipe = made(theirs, MX, {"enable_2d_quantization": True})
     got = layer(x, **named)
     layer.recipe = MXFP8(weight_2d=True)
     assert torch.equal(layer(x, **named), got)
@@ -161,35 +139,28 @@ def test_one_of_theirs_may_be_a_layers_own(make, theirs):
     assert not torch.equal(layer(x, **named), got)
 
 
-@pytest.mark.parametrize(
-    ("override", "wgrad"),
-    [
-        ((False, False, False), "quantized"),
-        ((False, False, True), "bf16"),
-        *[(override, None) for override in ((True, False, True), (False, True, False), None, (True, True))],
-    ],
-    ids=str,
-)
-def test_an_older_field_chooses_the_weight_gradient(override, wgrad, theirs):
-    older = made(theirs, "DelayedScaling", {}, new=[("override_linear_precision", object, override)])
-    if wgrad is not None:
-        assert resolve(older) == FP8Tensor(delayed=Delayed(1024), wgrad=wgrad)
-        return
-    with pytest.raises(fm.InputError, match=r"recipe Newer: override_linear_precision: expected \(False, .* got "):
-        resolve(older)
+def test_an_older_field_chooses_the_weight_gradient(theirs):
+    def older(value):
+        return made(theirs, DELAYED, {}, new=[("override_linear_precision", object, value)])
+
+    for override, wgrad in (((False, False, False), "quantized"), ((False, False, True), "bf16")):
+        assert resolve(older(override)) == FP8Tensor(delayed=Delayed(1024), wgrad=wgrad)
+    for override in ((True, False, True), (False, True, False), None, (True, True)):
+        with pytest.raises(fm.InputError, match=r"recipe Newer: override_linear_precision: expected \(False, .* got "):
+            resolve(older(override))
 
 
 def test_a_flag_counts_where_there_are_no_parameters():
     class Float8CurrentScaling:
-        use_power_2_scales = True
+        def __init__(self):
+            self.use_power_2_scales = True
 
     class Float8BlockScaling:
-        use_f32_scales = True
+        def __init__(self):
+            self.use_f32_scales = True
 
-    current, block = Float8CurrentScaling(), Float8BlockScaling()
-    current.use_power_2_scales = block.use_f32_scales = True
-    assert resolve(current) == FP8Tensor(power_of_two=True)
-    assert resolve(block) == FP8Block(power_of_two=False)
+    assert resolve(Float8CurrentScaling()) == FP8Tensor(power_of_two=True)
+    assert resolve(Float8BlockScaling()) == FP8Block(power_of_two=False)
 
 
 @pytest.mark.parametrize(("reduces", "ranks"), [(True, True), (False, True), (True, False)])
@@ -197,6 +168,6 @@ def test_an_amax_that_is_not_reduced_over_ranks_is_said_once(reduces, ranks, mon
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: ranks)
     with caplog.at_level(logging.WARNING, "fusedmoe"):
         for _ in range(2):
-            resolve(made(theirs, "DelayedScaling", {"reduce_amax": reduces}))
+            resolve(made(theirs, DELAYED, {"reduce_amax": reduces}))
     said = [r.getMessage() for r in caplog.records if "reduce_amax" in r.getMessage()]
     assert len(said) == (reduces and ranks)

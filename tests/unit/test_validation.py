@@ -16,7 +16,6 @@ from fusedmoe.numerics.formats import (
     E2M1,
     E4M3,
     Delayed,
-    Element,
     Format,
     ScaleRule,
     fp8_block,
@@ -25,7 +24,6 @@ from fusedmoe.numerics.formats import (
     mxfp8,
 )
 from fusedmoe.numerics.recipes import MXFP8, NVFP4, Custom, FP8Block, FP8Row, FP8Tensor
-from fusedmoe.ops import LoRADown, LoRAUp
 from fusedmoe.ops.derived import CHECKED, DERIVED
 
 NAN, INF = math.nan, math.inf
@@ -58,14 +56,6 @@ def linear(**kwargs):
     return fm.Linear(**({"in_features": 4, "out_features": 4} | kwargs))
 
 
-def down(**kwargs):
-    return LoRADown(**({"num_groups": 2, "in_features": 4, "rank": 2} | kwargs))
-
-
-def up(**kwargs):
-    return LoRAUp(**({"num_groups": 2, "rank": 2, "out_features": 4, "scale": 1.0} | kwargs))
-
-
 def sequential(**kwargs):
     return fm.Sequential(grouped(), **kwargs)
 
@@ -76,11 +66,6 @@ def lora(**kwargs):
 
 def format_of(**kwargs):
     return Format(**({"name": "mine", "element": E4M3, "block": (1, 32), "rule": ScaleRule.RCEIL} | kwargs))
-
-
-def element(**kwargs):
-    given = {"name": "e", "bits": 8, "max": 448.0, "max_exponent": 8, "dtype": torch.float8_e4m3fn}
-    return Element(**(given | kwargs))
 
 
 def without(values, *taken):
@@ -130,8 +115,6 @@ CONSTRUCTORS = {
     | {"activation": ["relu6", None, 3, nn.ReLU(), fm.SwiGLU, ["swiglu"], True]},
     sequential: OPTIONS,
     lora: {"rank": NO_INTEGERS, "alpha": without(NO_NUMBERS, None), "dtype": NO_DTYPES},
-    down: dict.fromkeys(("num_groups", "in_features", "rank"), NO_INTEGERS) | OF_MAKER,
-    up: dict.fromkeys(("num_groups", "rank", "out_features"), NO_INTEGERS) | OF_MAKER | {"scale": [None, *NO_NUMBERS]},
     format_of: {
         "name": NO_TEXTS,
         "element": ["e4m3", None, 8],
@@ -139,10 +122,6 @@ CONSTRUCTORS = {
         "rule": ["rceil", None, 3],
         "tensor_scale": NO_FLAGS,
         "amax_epsilon": [-1.0, None, *NO_NUMBERS],
-    },
-    element: {
-        "name": NO_TEXTS, "bits": NO_INTEGERS, "max": [None, *NO_POSITIVE], "max_exponent": [1.5, True, "8", None],
-        "dtype": ["uint8", None, 8],
     },
     fp8_tensor: OF_FP8,
     fp8_row: OF_FP8,
@@ -163,9 +142,7 @@ CONSTRUCTORS = {
 }  # fmt: skip
 
 # they become no attributes of that name that may be set
-ONLY_OPS = (
-    grouped, linear, fm.SwiGLU, fm.ReGLU, fm.GeGLU, fm.Scale, fm.Dispatch, fm.Combine, router, down, up, sequential,
-)  # fmt: skip
+ONLY_OPS = (grouped, linear, fm.SwiGLU, fm.ReGLU, fm.GeGLU, fm.Scale, fm.Dispatch, fm.Combine, router, sequential)
 NOT_KEPT = {"bias", "device", "dtype", "balance_bias"}
 ARGUMENTS = [(make, name) for make, arguments in CONSTRUCTORS.items() for name in arguments]
 LATER = [(make, name) for make, name in ARGUMENTS if make in ONLY_OPS and name not in NOT_KEPT]
@@ -193,38 +170,24 @@ def test_a_router_s_numbers_fit_together_also_later():
     r = router(num_experts=8, top_k=4)
     with pytest.raises(fm.InputError, match="top_k: expected 1 to num_experts=8, got 9"):
         r.top_k = 9
-    assert r.top_k == 4
     with pytest.raises(fm.InputError, match="top_k: expected at most 2, the experts of 1 of 4 groups, got 4"):
         r.num_groups = 4
-    assert r.num_groups == 1
-    r.top_k = 2
-    r.num_groups = 4
-    r.top_groups = 2
-    r.top_k = 3
-    assert r(torch.randn(5, 8)).expert_index.shape == (5, 3)
+    assert (r.top_k, r.num_groups) == (4, 1)
 
 
 def test_names_of_runtime_inputs_stay_as_they_were_made():
     """The layouts of Sequentials were derived from them."""
-    scale, combine = fm.Scale("probs"), fm.Combine()
-    said = "Scale: name: expected 'probs', which cannot be changed, got 'gate'; construct a new Scale"
-    with pytest.raises(fm.InputError, match=said):
-        scale.name = "gate"
+    with pytest.raises(fm.InputError, match="Scale: name: expected 'probs', which cannot be changed, got 'gate'"):
+        fm.Scale("probs").name = "gate"
     with pytest.raises(fm.InputError, match="Combine: weights: expected 'probs', which cannot be changed, got None"):
-        combine.weights = None
-    scale.name = "probs"
-    assert scale(torch.ones(2, 2), probs=torch.full((2,), 3.0)).sum() == 12
+        fm.Combine().weights = None
 
 
 def test_reserved_names():
+    """An op of a third party may not use them either."""
     assert len(DERIVED) >= 3
     assert all(map(reserved, DERIVED))
-    with pytest.raises(fm.InputError, match="Scale: name: expected the name of a runtime input") as error:
-        fm.Scale("output")
-    assert all(f"'{name}'" in str(error.value) for name in ("input", "weight", "offsets", "splits", "grad_"))
 
-
-def test_an_op_of_a_third_party_may_not_use_them_either():
     class Mine(fm.SwiGLU):
         runtime_inputs = ("output",)
 
@@ -234,6 +197,7 @@ def test_an_op_of_a_third_party_may_not_use_them_either():
 
 X = torch.ones(4, 8)
 CODES = X.to(torch.float8_e4m3fn)
+NO_VALUES = [X.int(), X.bool(), X + 0j, CODES]
 ROWS = {"row_of_slot": torch.tensor([[0, 1], [2, 4]]), "slot_of_row": torch.arange(4), "probs": torch.rand(4)}
 NO_MODULES = [None, 3, "model", torch.ones(1), nn.Linear]
 FUNCTIONS = {
@@ -276,20 +240,14 @@ FUNCTIONS = {
     "MoE explain x": (lambda v: moe().explain(v), [None, torch.ones(2, 7)], "x"),
     "Sequential x": (lambda v: sequential()(v, splits=torch.tensor([1, 1])), [None, [1.0], 3], "x"),
     "op x": (lambda v: fm.SwiGLU()(v), [None, [1.0], 3], "x"),
-    "SwiGLU dtype": (lambda v: fm.SwiGLU()(v), [X.int(), X.bool(), X + 0j, CODES], "x: "),
-    "SquaredReLU dtype": (lambda v: fm.SquaredReLU()(v), [X.int(), X.bool(), X + 0j, CODES], "x: "),
-    "Scale dtype": (
-        lambda v: fm.Scale("probs")(v, probs=X[:, 0]), [X.int(), X.bool(), X + 0j, CODES], "x: "
-    ),
-    "Scale factor dtype": (
-        lambda v: fm.Scale("probs")(X, probs=v[:, 0]), [X.int(), X.bool(), X + 0j, CODES], "probs: "
-    ),
-    "Combine dtype": (
-        lambda v: fm.Combine()(v, **ROWS), [X.int(), X.bool(), X + 0j, CODES], "x: "
-    ),
+    "SwiGLU dtype": (lambda v: fm.SwiGLU()(v), NO_VALUES, "x: "),
+    "SquaredReLU dtype": (lambda v: fm.SquaredReLU()(v), NO_VALUES, "x: "),
+    "Scale dtype": (lambda v: fm.Scale("probs")(v, probs=X[:, 0]), NO_VALUES, "x: "),
+    "Scale factor dtype": (lambda v: fm.Scale("probs")(X, probs=v[:, 0]), NO_VALUES, "probs: "),
+    "Combine dtype": (lambda v: fm.Combine()(v, **ROWS), NO_VALUES, "x: "),
     "Dispatch weights dtype": (
         lambda v: fm.Dispatch(2)(X, expert_index=torch.zeros(4, 1, dtype=torch.int64), expert_weight=v[:, :1]),
-        [X.int(), X + 0j, CODES], "expert_weight: ",
+        NO_VALUES, "expert_weight: ",
     ),
     "update_bias load": (
         lambda v: router(balance_bias=True).update_bias(v), [None, [1, 2, 3, 4], torch.ones(3)], "load"
@@ -349,13 +307,10 @@ def test_elsewhere_places_outside_address_no_memory(monkeypatch):
 
 
 def test_what_dispatch_provides_is_not_checked_again():
-    chain = fm.Sequential(fm.Dispatch(2), grouped(), fm.Combine())
-    x, index = torch.randn(3, 4), torch.tensor([[0, 1]] * 3)
-    (plan,) = chain.explain(x, expert_index=index, expert_weight=torch.rand(3, 2)).plans
-    assert "checked" not in plan.forward_source
-    split = fm.Sequential(fm.Dispatch(2), nn.Identity(), grouped(), fm.Combine())
-    plans = split.explain(x, expert_index=index, expert_weight=torch.rand(3, 2)).plans
-    assert not any("checked" in plan.forward_source for plan in plans)
+    named = {"expert_index": torch.tensor([[0, 1]] * 3), "expert_weight": torch.rand(3, 2)}
+    for between in ([], [nn.Identity()]):
+        chain = fm.Sequential(fm.Dispatch(2), *between, grouped(), fm.Combine())
+        assert not any("checked" in plan.forward_source for plan in chain.explain(torch.randn(3, 4), **named).plans)
     (plan,) = fm.Sequential(fm.Combine()).explain(torch.randn(4, 3), **ROWS).plans
     assert "checked" in plan.forward_source
 
