@@ -1,8 +1,7 @@
 """NVIDIA's grouped GEMMs for Blackwell (cudnn-frontend), run on a CPU.
 
-Their own checks, their own compilation for sm_100a and their own host code run; kernels in PyTorch
-(:mod:`blackwell.soft_kernels`) run in the place of those on the device. They read and write memory through the
-descriptors and pointers that the host code made, so a wrong shape, stride, offset or layout gives wrong values.
+Their checks, their compilation for sm_100a and their host code run. Kernels in PyTorch (`blackwell.soft_kernels`) read
+and write memory through the descriptors and pointers of the host code, so that a wrong layout gives wrong values.
 """
 
 import contextlib

@@ -1,9 +1,7 @@
 """What the block-scaled kernels of cudnn-frontend do on the device, in PyTorch.
 
-Written from the kernels' source. Inputs and outputs are read and written through the descriptors and pointers of a
-launch; names of arguments are those of the source. Numbers that are parameters of a launch are read from it (the
-activation of glu); numbers that are compiled into a kernel are read from what it was traced with (those of dglu) or
-from its attributes (``act_func``, ``discrete_col_sfd``, ``accumulate_on_output``, whether there is a prob or a bias).
+Written from the kernels' source, with its names of arguments. Numbers are parameters of a launch (the activation of
+glu), were constants when a kernel was traced (those of dglu), or are attributes of the kernel.
 
 Legend: P rows, of all experts, each expert's padded to 256. K is summed over, N are columns of the product, E experts.
 """
@@ -18,6 +16,7 @@ from blackwell.launches import memory
 from blackwell.scales import TILE, dequantized, quantized, round_up, tiled, untiled
 
 ROWS = 256  # FIX_PAD_SIZE of the kernels: the first row of an expert is a multiple of it
+CLAMPED = ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max")
 DTYPES = {
     "Float32": torch.float32, "BFloat16": torch.bfloat16, "Float16": torch.float16, "Float8E4M3FN": torch.float8_e4m3fn,
 }  # fmt: skip
@@ -36,15 +35,11 @@ def run(launch):
 
 def refuse_what_is_not_written(launch):
     """Raise where the device code would do more than the soft kernels."""
-    for name in ("mAmax_tensor", "mDbias_tensor", "row_scale"):
-        if name in launch:
-            raise NotImplementedError(f"the soft kernels have no {name}")
-    if getattr(launch.kernel, "tanh_clamp_scale", None) is not None or getattr(launch.kernel, "deterministic", False):
-        raise NotImplementedError("the soft kernels have no tanh_clamp_scale and no slots for a deterministic dprob")
-    if getattr(launch.kernel, "generate_d_srelu", False):
-        raise NotImplementedError("the soft kernels do not write the activation again")
-    if launch.kernel.weight_mode != MoEWeightMode.DENSE:
-        raise NotImplementedError("the soft kernels have no pointers to weights")
+    refused = [name for name in ("mAmax_tensor", "mDbias_tensor", "row_scale") if name in launch]
+    options = ("tanh_clamp_scale", "deterministic", "generate_d_srelu")
+    refused += [name for name in options if getattr(launch.kernel, name, None) not in (None, False)]
+    if refused or launch.kernel.weight_mode != MoEWeightMode.DENSE:
+        raise NotImplementedError(f"the soft kernels have no {', '.join(refused) or 'pointers to weights'}")
 
 
 def glu(launch):
@@ -54,9 +49,7 @@ def glu(launch):
     write(launch, "tma_atom_c", kernel.c_dtype, x_PN)
     gate, up = blocks_of_32(x_PN)
     if kernel.act_func == "geglu":
-        alpha, offset, low, high = (
-            launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max")
-        )
+        alpha, offset, low, high = map(launch.number, CLAMPED)
         gate, up = gate.clamp(max=high), up.clamp(low, high)
         act = (up + offset) * gate * torch.sigmoid(alpha * gate)
     else:
@@ -88,9 +81,7 @@ def dglu(launch):
     c_PN = launch.tensor("tma_atom_c", DTYPES[kernel.c_dtype.__name__])[: len(g)].to(torch.float32)
     gate, up = blocks_of_32(c_PN)
     if kernel.act_func == "dgeglu":  # beta is not used here
-        alpha, offset, low, high = (
-            launch.number(n) for n in ("geglu_alpha", "linear_offset", "glu_clamp_min", "glu_clamp_max")
-        )
+        alpha, offset, low, high = map(launch.number, CLAMPED)
         if kernel.vectorized_f32:  # compares with bounds in the type of C
             low, high = (torch.tensor(bound, dtype=torch.bfloat16).item() for bound in (low, high))
         gate_passes, up_passes = gate <= high, (up >= low) & (up <= high)

@@ -80,21 +80,24 @@ def _kinds(operands):
             yield t.shape, t.is_floating_point() and t.dtype
 
 
-def binds(*operands):
+def binds(*operands, matrices=(), says=None):
     """Make a ``bind_...`` of a function of operands and settings.
 
     It is called with the settings and with operands, and returns a function of operands alone, in this order. That
-    function refuses operands of another shape or dtype.
+    function refuses operands of another shape or dtype, and ``matrices`` that the kernels cannot read. It records the
+    arguments ``says``: settings, and whether there is an operand.
     """
 
     def decorate(function):
-        signature = inspect.signature(function)
+        signature, name = inspect.signature(function), function.__name__.removeprefix("bind_")
         absent = {name: signature.parameters[name].default for name in operands}
         absent = {name: None if default is inspect.Parameter.empty else default for name, default in absent.items()}
 
         @functools.wraps(function)
         def bind(*args, **named):
-            given = signature.bind(*args, **named).arguments
+            bound = signature.bind(*args, **named)
+            bound.apply_defaults()
+            given = bound.arguments
             kinds = [*_kinds(given.get(name) for name in operands)]
             settings = {name: value for name, value in given.items() if name not in operands}
 
@@ -102,7 +105,12 @@ def binds(*operands):
                 now = dict(zip(operands, tensors, strict=False)) | named
                 coming = [*_kinds(now.values())]
                 assert all(kind in coming for kind in kinds), "bound for other tensors"
-                return function(**settings, **absent | now)
+                values = settings | absent | now
+                if says is not None:
+                    calls.append((name, {n: values[n] is not None if n in operands else values[n] for n in says}))
+                for matrix in matrices:
+                    _matrix(values[matrix])
+                return function(**values)
 
             return run
 
@@ -360,26 +368,21 @@ def bind_grouped_wgrad(
 # ---- rows without a product ------------------------------------------------------------------------------------------
 
 
-@binds("grad", "offsets")
+@binds("grad", "offsets", matrices=("grad",), says=())
 def bind_column_sums(grad, offsets, dtype=None):
-    calls.append(("column_sums", {}))
-    _matrix(grad)
     sums = [grad[rows].float().sum(0) for _, rows in _by_expert(offsets)]
     return torch.stack(sums).to(dtype or grad.dtype)
 
 
-@binds("rows", "offsets")
+@binds("rows", "offsets", matrices=("rows",), says=())
 def bind_zero_tail(rows, offsets):
-    calls.append(("zero_tail", {}))
-    _matrix(rows)
     assert offsets.dtype is torch.int32
     rows[int(offsets[-1]) :] = 0
     return rows
 
 
-@binds("splits")
+@binds("splits", says=())
 def bind_offsets_from_splits(splits, rows):
-    calls.append(("offsets_from_splits", {}))
     assert splits.is_contiguous()
     return plain_offsets(splits, rows)
 
@@ -411,19 +414,16 @@ def _activation_operands(x, scale):
         assert scale.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
-@binds("x", "scale")
+@binds("x", "scale", says=("scale",))
 def bind_activation(x, scale, activation):
-    calls.append(("activation", {"scale": scale is not None}))
     _activation_operands(x, scale)
     y = _op(activation).compute(x.float())
     return (y if scale is None else y * scale.float()[:, None]).to(x.dtype)
 
 
-@binds("dy", "x", "scale")
+@binds("dy", "x", "scale", matrices=("dy",), says=("want_scale", "want_output"))
 def bind_activation_backward(dy, x, scale, activation, want_scale, want_output):
-    calls.append(("activation_backward", {"want_scale": want_scale, "want_output": want_output}))
     _activation_operands(x, scale)
-    _matrix(dy)
     assert dy.dtype is x.dtype
     op, p, d = _op(activation), x.float(), dy.float()
     factor = 1.0 if scale is None else scale.float()[:, None]
@@ -436,27 +436,22 @@ def bind_activation_backward(dy, x, scale, activation, want_scale, want_output):
     )
 
 
-@binds("source", "row_of_slot", "slot_of_row", "scale")
+@binds("source", "row_of_slot", "slot_of_row", "scale", matrices=("source",), says=("scale",))
 def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=None):
     assert slot_of_row.numel() == (row_of_slot.numel() if num_rows is None else num_rows)
-    calls.append(("gather_rows", {"scale": scale is not None}))
-    _matrix(source)
     rows = source[slot_of_row // row_of_slot.shape[1]].float()
     rows = rows if scale is None else rows * scale.float()[:, None]
     rows[~_used(row_of_slot, slot_of_row)] = 0
     return rows.to(source.dtype)
 
 
-@binds("rows", "row_of", "out")
+@binds("rows", "row_of", "out", matrices=("rows",), says=("sms",))
 def bind_copy_rows(rows, sms, *, row_of=None, out=None):
-    calls.append(("copy_rows", {"sms": sms}))
-    _matrix(rows)
     out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
 
 
-@binds("offsets", "token_of_row", "out")
+@binds("offsets", "token_of_row", "out", says=())
 def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None, *, out=None):
-    calls.append(("row_ranges", {}))
     experts, rows = len(offsets), len(token_of_row)
     found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
     for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), rows])):
@@ -494,34 +489,27 @@ def bind_sum_slots_and_part(rows, row_of_slot, scale, *, part=None):
     return bind_sum_slots(rows, row_of_slot, scale)(rows, row_of_slot, scale) + part
 
 
-@binds("source", "rows", "row_of_slot", "slot_of_row")
+@binds("source", "rows", "row_of_slot", "slot_of_row", matrices=("source", "rows"), says=())
 def bind_row_dots(source, rows, row_of_slot, dtype, *, slot_of_row=None):
-    calls.append(("row_dots", {}))
-    _matrix(rows)
-    _matrix(source)
     dots = (source[slot_of_row // row_of_slot.shape[1]].float() * rows.float()).sum(1)
     dots[~_used(row_of_slot, slot_of_row)] = 0
     return dots.to(dtype)
 
 
-@binds("values", "row_of_slot")
+@binds("values", "row_of_slot", says=())
 def bind_slot_values(values, row_of_slot):
-    calls.append(("slot_values", {}))
     assert values.is_contiguous()
     return torch.cat([values, values.new_zeros(1)])[row_of_slot]
 
 
-@binds("x", "offsets", "index")
+@binds("x", "offsets", "index", matrices=("x",), says=("rows", "columns"))
 def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, columns=False):
-    calls.append(("quantize_rows", {"rows": rows, "columns": columns}))
     x = _gathered("quantize_rows", x, index)
-    _matrix(x)
     return _forms([quantize(x, format, axis, offsets=offsets) for axis in _axes(rows, columns)])
 
 
-@binds("weight")
+@binds("weight", says=("rows", "columns"))
 def bind_quantize_weight(weight, format, *, rows=True, columns=False):
-    calls.append(("quantize_weight", {"rows": rows, "columns": columns}))
     _matrix(weight, transposed=True)
     return _forms([quantize(weight, format, axis) for axis in _axes(rows, columns)])
 
@@ -567,14 +555,12 @@ def bind_magnitudes(
     return tuple(found)
 
 
-@binds("x", "offsets", "index", "factors", "random", "largest")
+@binds("x", "offsets", "index", "factors", "random", "largest", matrices=("x",), says=("rows", "columns"))
 def bind_quantize_format(
     x, format, offsets=None, index=None, *, rows=True, columns=False, rotated=False, stochastic=False, amax=False,
     factors=(), random=(), largest=None,
 ):  # fmt: skip
-    calls.append(("quantize_format", {"rows": rows, "columns": columns}))
     x = _gathered("quantize_format", x, index)
-    _matrix(x, transposed=False)
     assert amax is (largest is not None)
     if amax:
         assert not largest.any()
@@ -608,41 +594,35 @@ def _scaled_by(x, axis, offsets, factor, format):
     return to_codes(values * factor, format.element).view(torch.uint8)
 
 
-@binds("codes", "offsets")
+@binds("codes", "offsets", says=())
 def bind_transpose_rows(codes, offsets):
-    calls.append(("transpose_rows", {}))
     assert codes.is_contiguous()
     assert codes.shape[1] % 16 == 0
     padded = PaddedRows.of(offsets, len(codes), 128)
     return padded.spread(codes.view(torch.uint8)).mT.contiguous().view(codes.dtype)
 
 
-@binds("history", "amax", "reference", "encode", "previous")
+@binds("history", "amax", "reference", "encode", "previous", says=())
 def bind_update_amax_history(
     most, least, *, power_of_two, most_recent, history=None, amax=None, reference=None, encode=None, previous=None
 ):
     margin = round(math.log2(E5M2.max / most))  # as many binades from E5M2 have the same quotients
     assert E5M2.max / 2**margin == most
     format = fp8_tensor(E5M2, power_of_two, least)
-    calls.append(("update_amax_history", {}))
     plain = AmaxHistory(Quantizer(format, delayed=Delayed(len(history), most_recent, margin)), len(amax), CPU)
     plain.amax, plain.reference, plain.encode, plain.previous = history, reference, encode, previous
     plain.update(amax)
     return 1 / previous
 
 
-@binds("codes", "scale")
+@binds("codes", "scale", says=("transposed",))
 def bind_dequantize(codes, scale, format, *, transposed=False):
-    calls.append(("dequantize", {"transposed": transposed}))
     values, _ = QuantizedTensor(codes, scale, format, -1, codes.shape, BF16, scale).split(BF16)
     return values.mT.contiguous() if transposed else values
 
 
-@binds("x", "weight", "bias", "correction")
+@binds("x", "weight", "bias", "correction", matrices=("x", "weight"), says=("options", "want_sums"))
 def bind_router(x, weight, bias, choice, want_sums, options, *, correction=None):
-    calls.append(("router", {"options": options, "sums": want_sums}))
-    _matrix(x)
-    _matrix(weight)
     assert (x.dtype, weight.dtype) in ((BF16, BF16), (BF16, torch.float32), (torch.float16, torch.float16))
     assert choice.corrected is (correction is not None)
     router = _router(choice, weight.shape[0], weight.shape[1])
@@ -700,16 +680,14 @@ def _blocks(parts, experts):
     return parts.unflatten(1, (-1, router_functions.padded(experts)))[..., :experts].double()
 
 
-@binds("parts", "ends", "weight_parts")
+@binds("parts", "ends", "weight_parts", says=("options",))
 def bind_router_dgrad(parts, weight, options, *, ends=None, weight_parts=None):
-    calls.append(("router_dgrad", {"options": options}))
     assert ends[-1] == len(parts)
     return (parts[:, : len(weight_parts)].double() @ weight_parts.double()).to(BF16)
 
 
-@binds("parts", "ends", "x")
+@binds("parts", "ends", "x", says=("options",))
 def bind_router_wgrad(parts, x, experts, groups, dtype, options, *, ends=None):
-    calls.append(("router_wgrad", {"options": options}))
     assert len(ends) == groups
     assert ends[-1] == len(parts)
     blocks = _blocks(parts, experts)

@@ -37,17 +37,16 @@ def inputs(*, scale=False, dtype=torch.float64, count=ROWS):
     return named
 
 
-def outcome(module, x, call=None, **named):
-    """The output, and every gradient of ``(output * weights).sum()``, by name; on fresh leaves. ``call``: the module as
-    it is called, such as compiled.
+def outcome(module, x, call=None, dy=None, **named):
+    """The output, and every gradient, by name, on fresh leaves; by default for a gradient that rises from -1 to 1.
+    ``call``: the module as it is called, such as compiled.
     """
     x = x.detach().clone().requires_grad_(x.requires_grad)
     named = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in named.items()}
     module.zero_grad()
     y = (module if call is None else call)(x, **named)
     if y.requires_grad:
-        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-        (y * weights).sum().backward()
+        y.backward(torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y) if dy is None else dy)
     leaves = {"x": x, **named, **dict(module.named_parameters())}
     return {"y": y.detach(), **{name: t.grad.clone() for name, t in leaves.items() if t.grad is not None}}
 

@@ -1,6 +1,4 @@
-"""Products for sm_90 in bf16, fp16 and FP8, grouped and dense, under stand-ins: plans, results and gradients against
-the unfused chain, and the launches.
-"""
+"""Products for sm_90 under stand-ins: plans, launches, and results and gradients against the unfused chain."""
 
 import functools
 import logging
@@ -32,17 +30,15 @@ from kit.sm90_machine import (
     experts,
     operands,
     plan_of,
-    reasons,
     routed,
     rows,
     strided,
 )
 from kit.sm90_stand_ins import calls, install
-from kit.toy import only_plan, outcome, rules_used, status
+from kit.toy import only_plan, outcome, rules_used
 from torch import nn
 
 import fusedmoe as fm
-from fusedmoe import Status
 from fusedmoe.builtin_rules.rows.dispatch import bind_sum
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import one_group
@@ -108,6 +104,7 @@ def test_experts(case):
         launched = {"grouped_gemm", "dequantize"} | ({"quantize_format"} if recipe != "fp8_tensor" else set())
     assert rules(plan) == wanted
     assert launched.isdisjoint(called())
+    assert recipe != "bf16" or {*plan.kept} == {"0.input", "1.input", "offsets"} | ({"probs"} if scale else set())
 
 
 @pytest.mark.parametrize(
@@ -241,43 +238,23 @@ def test_rows_of_no_expert_count_in_no_gradient_of_a_dense_layer(ops):
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize(("make", "recipe", "x"), [
-    (experts, "bf16", None), (lambda: experts(bias=True), "fp8_block", None), (routed, "bf16", None),
-    (dense, "bf16", (2, 0)), (lambda: fm.Sequential(fm.SwiGLU()), "bf16", (0,)),
+@pytest.mark.parametrize(("make", "recipe", "shape"), [
+    (experts, "bf16", (0,)), (lambda: experts(bias=True), "fp8_block", (0,)), (dense, "bf16", (2, 0)),
+    (lambda: fm.Sequential(fm.SwiGLU()), "bf16", (0,)),
 ])  # fmt: skip
-def test_no_rows_are_neither_a_fallback_nor_a_miss(make, recipe, x, caplog):
-    chain, named = make(), {}
-    features = getattr(chain[-1], "out_features", H)
-    if "expert_index" in chain.runtime_inputs:
-        named = {"expert_index": torch.zeros(0, K, dtype=torch.int64), "expert_weight": torch.zeros(0, K)}
-    elif "splits" in chain.runtime_inputs:
-        named = {"splits": torch.zeros(E, dtype=torch.int64)}
-    x = torch.empty(*(x or (0,)), H, dtype=BF16, requires_grad=True)
+def test_no_rows_are_neither_a_fallback_nor_a_miss(make, recipe, shape, caplog):
+    chain, x = make(), torch.empty(*shape, H, dtype=BF16, requires_grad=True)
+    named = {"splits": torch.zeros(E, dtype=torch.int64)} if chain.runtime_inputs else {}
     with fm.recipe(recipe), fm.strict():
         y = chain(x, **named)
         y.sum().backward()
-    assert y.shape[:-1] == x.shape[:-1]
-    assert y.shape[-1] in (features, H // 2)
+    assert y.shape == (*shape, getattr(chain[-1], "out_features", H // 2))
     assert not any(p.grad.any() for p in chain.parameters())
     assert {*called()} <= {"offsets_from_splits", "quantize_weight"}
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
 
 
 # ---------------------------------------------------------------------------------- what runs, what is written and kept
-
-
-def test_what_runs_and_what_is_kept():
-    plan = both_ways(experts(scale=True))
-    assert called() == [
-        "offsets_from_splits", "grouped_gemm_activation", "grouped_gemm",
-        "grouped_gemm_activation_backward",  # before the weight gradient, for which it recomputes
-        "grouped_wgrad", "grouped_wgrad", "grouped_gemm",
-    ]  # fmt: skip
-    assert [s.ops for s in plan.steps] == [
-        ("0.GroupedLinear", "1.SwiGLU", "2.Scale"), ("3.GroupedLinear",), ("3.Wgrad",),
-        ("3.Dgrad", "2.ScaleGrad", "2.DScale", "1.DSwiGLU"), ("0.Wgrad",), ("0.Dgrad",),
-    ]  # fmt: skip
-    assert {*plan.kept} == {"0.input", "1.input", "probs", "offsets"}
 
 
 BOTH, LINES, COLUMNS = ({"rows": True, "columns": True}, {"rows": True, "columns": False},
@@ -401,11 +378,6 @@ def test_the_scale_its_gradient_and_the_bias_take_launches(dtype, recipe):
         grads = y.grad_fn.apply(torch.ones_like(y))
     (of_scale,) = [t for t in grads if t is not None and t.shape == (ROWS,)]
     assert of_scale.dtype is dtype, "before autograd converts it"
-    after = fm.Sequential(fm.GroupedLinear(E, H, I, dtype=BF16), fm.Scale("probs"))
-    x, named = operands(after, probs=dtype, frozen=("probs",))
-    plan = both_ways(after, x, recipe, **named)
-    assert (step := next(s for s in plan.steps if "1.Scale" in s.ops)).rule == (FP8_GEMM if fp8 else GEMM)
-    assert step.launches == 1 + converted
 
 
 # -------------------------------------------------------------------------------------------- FP8: plans of other steps
@@ -413,23 +385,7 @@ def test_the_scale_its_gradient_and_the_bias_take_launches(dtype, recipe):
 AFTER = [QUANTIZE_GRAD, FP8_WGRAD, FP8_DGRAD_ACTIVATION, QUANTIZE_GRAD, FP8_WGRAD, FP8_DGRAD]
 
 
-@pytest.mark.parametrize(("act", "width"), [(fm.SwiGLU(), 48), (fm.SwiGLU(interleaved=True), I)], ids=str)
-def test_an_activation_that_no_fp8_product_takes_runs_alone(act, width):
-    """It takes no half of the features without whole blocks, and no interleaved ones."""
-    chain = experts(act, width=width)
-    plan = both_ways(chain, None, "fp8_block")
-    assert rules(plan) == [QUANTIZE, FP8_GEMM, "sm90.activation", QUANTIZE, FP8_GEMM, *AFTER]
-    (reason,) = reasons(plan, FP8_GEMM_ACTIVATION)
-    (step,) = [step for step in plan.steps if step.rule == "sm90.activation"]
-    assert step.why == f"{FP8_GEMM_ACTIVATION}: CONSTRAINT: {reason}"
-    x, named = operands(chain)
-    missed = pytest.raises(fm.FusionError, match=f"1.SwiGLU: {FP8_GEMM_ACTIVATION}: ")
-    with fm.recipe("fp8_block"), fm.strict(), fm.disabled("sm90.activation"), missed:
-        chain(x, **named)
-
-
-@pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
-@pytest.mark.parametrize("power_of_two", [False, True], ids=["fp32", ""])
+@pytest.mark.parametrize(("power_of_two", "hybrid"), [(False, False), (True, True), (True, False)])
 def test_formats_of_the_recipe(power_of_two, hybrid):
     plan = both_ways(experts(), None, FP8Block(hybrid=hybrid, power_of_two=power_of_two))
     gradient = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
@@ -464,8 +420,7 @@ def test_each_rule_may_be_switched_off(which):
     assert len(others & {*rules_used(plan)}) >= (5 if "quantize" in which else 3)
 
 
-@pytest.mark.parametrize("wgrad", ["quantized", "bf16"])
-@pytest.mark.parametrize("scale", [False, True], ids=["", "scale"])
+@pytest.mark.parametrize(("scale", "wgrad"), [(True, "quantized"), (False, "bf16")])
 def test_delayed_scaling(scale, wgrad):
     """FC1 writes codes. Histories are those of the unfused chain, up to the rounding of products."""
     recipe = FP8Tensor(delayed=Delayed(2), wgrad=wgrad)
@@ -607,7 +562,6 @@ def test_weight_gradients_are_added_to_main_grad_unrounded(make, recipe):
         accumulating(chain, 1.0)
         with fm.strict():
             assert_close(outcome(chain, x, **named), expected, 0.015 if recipe == "bf16" else 0.06)
-        plan = only_plan(chain, x, **named)
     assert "0.weight" not in expected
     launched = [what for name, what in calls if name.endswith("wgrad")]
     assert [(what["accumulate"], what["dtype"]) for what in launched] == [(True, torch.float32)] * 2
@@ -617,9 +571,6 @@ def test_weight_gradients_are_added_to_main_grad_unrounded(make, recipe):
         assert not torch.equal(got, got.to(BF16).float())
         assert weight.grad is None
         assert make is dense or not got[1].any()
-    assert [s.ops for s in plan.steps if s.rule and s.rule.endswith("wgrad")] == [
-        (f"{i}.{'Linear' if make is dense else ''}WgradIntoMainGrad",) for i in (2, 0)
-    ]
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
@@ -652,7 +603,7 @@ def test_the_gradients_of_micro_batches_add_up_in_grad(recipe, transposed):
 # -------------------------------------------------------------------------------------------------------------- offsets
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
 def test_offsets_in_one_launch(dtype):
     chain, x = experts(), rows()
     every_second = torch.tensor(SPLITS, dtype=dtype).repeat_interleave(2)[::2]
@@ -713,39 +664,26 @@ def missed(chain, x, **named):
     return []
 
 
-def test_a_scale_before_the_first_layer_is_none_that_the_backward_rule_is_for(caplog):
-    """The rule for `Dgrad, ScaleGrad, DScale, DSwiGLU` takes the scale between an activation and a layer."""
+def scaled_first():
+    """A chain as in Llama-4. The backward rule takes a scale between an activation and a layer."""
     dispatch, first, act, second, _ = routed(early=False)
-    chain = fm.Sequential(dispatch, fm.Scale("probs"), first, act, second, fm.Combine(None))  # as in Llama-4
-    x, named = operands(chain)
-    with fm.strict():
-        outcome(chain, x, **named)
-    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    return fm.Sequential(dispatch, fm.Scale("probs"), first, act, second, fm.Combine(None))
 
 
-def of_scale(at, *ops):
-    return [f"{at}.{op}" for op in ("Scale", *ops)]
-
-
-BETWEEN = lambda: experts(scale=True)  # noqa: E731
-AFTER_LAYER = lambda: fm.Sequential(fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.Scale("probs"))  # noqa: E731
-AFTER_ACT = lambda: fm.Sequential(fm.GroupedLinear(E, H, 2 * I, dtype=BF16), fm.SwiGLU(), fm.Scale("probs"))  # noqa: E731
-FP32, FP64 = torch.float32, torch.float64
+def scaled(*ops):
+    return lambda: fm.Sequential(fm.GroupedLinear(E, H, 2 * I, dtype=BF16), *ops, fm.Scale("probs"))
 
 
 @pytest.mark.parametrize(("make", "dtype", "frozen", "found"), [
-    (BETWEEN, FP64, (), of_scale(2, "ScaleGrad", "DScale")), (AFTER_ACT, FP32, (), []),
-    (AFTER_ACT, FP64, ("probs",), of_scale(2, "DScale")), (AFTER_LAYER, FP32, (), []), (AFTER_LAYER, FP64, (), []),
-    (AFTER_LAYER, FP32, ("probs",), []), (AFTER_LAYER, FP64, ("probs",), of_scale(1)),
+    (lambda: experts(scale=True), torch.float64, (), ["2.Scale", "2.ScaleGrad", "2.DScale"]),
+    (scaled(fm.SwiGLU()), torch.float32, (), []),
+    (scaled(fm.SwiGLU()), torch.float64, ("probs",), ["2.Scale", "2.DScale"]),
+    (scaled(), torch.float32, (), []), (scaled(), torch.float64, (), []),
+    (scaled(), torch.float64, ("probs",), ["1.Scale"]), (scaled_first, None, (), []),
 ])  # fmt: skip
 def test_only_what_would_be_fused_is_missed(make, dtype, frozen, found, caplog):
     """A trained scale after the last layer would not be, whatever its dtype; after an activation it would."""
     chain = make()
     x, named = operands(chain, probs=dtype, frozen=frozen)
     assert missed(chain, x, **named) == found
-    plan = only_plan(chain, x, **named)
-    why = {step.ops[0]: step.why for step in plan.unfused}
     assert found or not [r for r in caplog.records if r.levelno >= logging.WARNING]
-    if make is AFTER_LAYER and dtype is FP32 and not frozen:
-        assert why["1.Scale"] == f"{GEMM}: CONSTRAINT: cannot keep 1.input, which 1.ScaleGrad needs"
-        assert status(plan, GEMM, 0)[0] is Status.FUSED

@@ -1,6 +1,7 @@
 """Which tiles the CTAs of a cluster get, and in which order: the functions that a GPU runs, compiled for the host."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -46,38 +47,25 @@ def compiled():
 
 @functools.cache
 def places(rows, tiles_n, band, turned):
-    """One tuple a cluster's tile: (row tile, column, left over) of both CTAs."""
+    """One tuple per tile of a cluster: (row tile, column, left over) of both CTAs."""
     out, count = torch.zeros(4096, 2, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     compiled()(out, count, rows, tiles_n, band, turned)
     return [tuple(map(tuple, both)) for both in out[: int(count)].tolist()]
 
 
-SIZES = [(row_tiles, tiles_n) for row_tiles in (1, 2, 3, 8, 17, 18) for tiles_n in (1, 2, 3, 6, 11)]
-
-
-@pytest.mark.parametrize("band", [1, 4])
-@pytest.mark.parametrize("turned", [0, 1, 5])
-@pytest.mark.parametrize(("row_tiles", "tiles_n"), SIZES)
-def test_every_tile_belongs_to_one_cta(row_tiles, tiles_n, band, turned):
-    found = [
-        (row_tile, column)
-        for both in places(row_tiles * TILE_M - 5, tiles_n, band, turned)
-        for row_tile, column, _ in both
-        if column < tiles_n
-    ]
-    assert sorted(found) == [(row_tile, column) for row_tile in range(row_tiles) for column in range(tiles_n)]
-
-
-@pytest.mark.parametrize("turned", [0, 1, 5])
-@pytest.mark.parametrize(("row_tiles", "tiles_n"), SIZES)
-def test_a_cluster_shares_the_weights_of_two_row_tiles_or_the_rows_of_two_column_tiles(row_tiles, tiles_n, turned):
-    for (row, column, left_over), (other_row, other_column, other) in places(row_tiles * TILE_M, tiles_n, 4, turned):
-        assert left_over == other
-        if left_over:
-            assert row == other_row == row_tiles - 1
-            assert other_column == column + 1
-        else:
-            assert (other_row, other_column) == (row + 1, column)
+@pytest.mark.parametrize("row_tiles", [1, 2, 3, 8, 17, 18])
+def test_every_tile_belongs_to_one_cta_and_a_cluster_shares_weights_or_rows(row_tiles):
+    for tiles_n, band, turned in itertools.product((1, 2, 3, 6, 11), (1, 4), (0, 1, 5)):
+        clusters = places(row_tiles * TILE_M - 5, tiles_n, band, turned)
+        found = [(row, column) for both in clusters for row, column, _ in both if column < tiles_n]
+        assert sorted(found) == [*itertools.product(range(row_tiles), range(tiles_n))]
+        for (row, column, left_over), (other_row, other_column, other) in clusters:
+            assert left_over == other
+            if left_over:
+                assert row == other_row == row_tiles - 1
+                assert other_column == column + 1
+            else:
+                assert (other_row, other_column) == (row + 1, column)
 
 
 def test_no_rows_have_no_tiles():
