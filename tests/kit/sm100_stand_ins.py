@@ -9,8 +9,8 @@ from fusedmoe.numerics.formats.casts import from_codes, unpack
 from fusedmoe.numerics.formats.format import E2M1
 from fusedmoe.numerics.formats.packed import deinterleave, interleave
 from fusedmoe.numerics.formats.swizzle import swizzle, swizzle_column_groups, swizzled_length, unswizzle
-from fusedmoe.ops.glu import SquaredReLU, SwiGLU
 from kit import sm100_machine
+from kit.sm90_stand_ins import op_of
 
 BF16 = torch.bfloat16
 
@@ -22,7 +22,7 @@ def gemm(x, weight, bias, ends):
 
 def gemm_activation_quantize(x, weight, bias, ends, factor, activation):
     p = _products(_of_rows(x), _of_weight(weight), ends, bias)
-    y = _op(activation).compute(deinterleave(p) if activation.gated else p)
+    y = op_of(activation).compute(deinterleave(p) if activation.gated else p)
     return p.to(BF16), *_forms(y if factor is None else y * factor[:, None], ends)
 
 
@@ -33,7 +33,7 @@ def gemm_derivative_quantize(dy, weight, p, ends, factor, activation):
 
 def gemm_activation(x, weight, bias, ends, factor, activation):
     p = _products(_of_rows(x), _of_weight(weight), ends, bias, _alpha(x, weight))
-    y = _op(activation).compute(deinterleave(p) if activation.gated else p)
+    y = op_of(activation).compute(deinterleave(p) if activation.gated else p)
     return p.to(BF16), (y if factor is None else y * factor[:, None]).to(BF16)
 
 
@@ -56,15 +56,9 @@ GROUPED = {f.__name__: f for f in (gemm, gemm_activation_quantize, gemm_derivati
 GROUPED_NVFP4 = {f.__name__: f for f in (gemm, gemm_activation, gemm_derivative, wgrad)}
 
 
-def _op(activation):
-    if activation.kind == "squared_relu":
-        return SquaredReLU()
-    return SwiGLU(activation.limit, activation.alpha, activation.offset)
-
-
 def _derivative(d, p, factor, activation):
     """The gradient of the preactivation, and that of the factor."""
-    op, p = _op(activation), p.float()
+    op, p = op_of(activation), p.float()
     p = deinterleave(p) if activation.gated else p
     dfactor = None
     if factor is not None:

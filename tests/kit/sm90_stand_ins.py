@@ -47,7 +47,7 @@ ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
 calls = []  # (name, what distinguishes the call)
 
 
-def _op(activation):
+def op_of(activation):
     assert isinstance(activation, Activation)
     if activation.kind == "squared_relu":
         return SquaredReLU()
@@ -257,7 +257,7 @@ def bind_grouped_gemm_activation(
         _note("gemm_activation", x, options, **what)
         p = _product(x, weight, offsets, bias)
         kept = p.to(_dtype(x))
-        y = _scaled(_op(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
+        y = _scaled(op_of(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
         return (y, kept) if keep_preactivation else (y,)
 
     if not of_codes:
@@ -275,7 +275,7 @@ def bind_grouped_gemm_activation(
 def _derivative(grad_output, weight, offsets, preactivation, row_scale, activation):
     """The gradient of the preactivation, the recomputed result and the gradient of the row scale, all in fp32."""
     _matrix(preactivation)
-    op, p = _op(activation), preactivation.float()
+    op, p = op_of(activation), preactivation.float()
     d = _product(grad_output, weight if isinstance(weight, Codes) else weight.mT, offsets)
     (derivative,) = op.backward_ops()
     y = op.compute(p)
@@ -417,7 +417,7 @@ def _activation_operands(x, scale):
 @binds("x", "scale", says=("scale",))
 def bind_activation(x, scale, activation):
     _activation_operands(x, scale)
-    y = _op(activation).compute(x.float())
+    y = op_of(activation).compute(x.float())
     return (y if scale is None else y * scale.float()[:, None]).to(x.dtype)
 
 
@@ -425,7 +425,7 @@ def bind_activation(x, scale, activation):
 def bind_activation_backward(dy, x, scale, activation, want_scale, want_output):
     _activation_operands(x, scale)
     assert dy.dtype is x.dtype
-    op, p, d = _op(activation), x.float(), dy.float()
+    op, p, d = op_of(activation), x.float(), dy.float()
     factor = 1.0 if scale is None else scale.float()[:, None]
     (derivative,) = op.backward_ops()
     y = op.compute(p)
