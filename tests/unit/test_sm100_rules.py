@@ -41,6 +41,7 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.sm100 import package
 from fusedmoe.kernels.torch import grouped_gemm
 from fusedmoe.numerics.formats import Quantizer, fp8_block, mxfp8, nvfp4
+from fusedmoe.numerics.formats.groups import PACKED_ROWS, padded_rows
 from fusedmoe.numerics.recipes import MXFP8, Custom
 
 pytestmark = pytest.mark.usefixtures("builtin_rules", "blackwell_machine")
@@ -208,12 +209,13 @@ def test_rows_without_experts():
 def test_products_count_elements_in_32_bits(hidden, width, widest, monkeypatch, caplog):
     """Those of their operands or of their results, whatever is wider."""
     assert packed.MOST_ELEMENTS == 2**31
-    monkeypatch.setattr(packed, "MOST_ELEMENTS", ROWS * widest)
+    count = padded_rows(ROWS, E, PACKED_ROWS)
+    monkeypatch.setattr(packed, "MOST_ELEMENTS", count * widest)
     with fm.recipe("mxfp8"):
         outcome(experts(hidden=hidden, width=width), tokens(hidden=hidden), **inputs())
     for rule in PRODUCTS:
-        assert f"{rule} declined this call: {ROWS} rows of " in caplog.text
-    packed.guard_rows(ROWS - 1, 1, widest)
+        assert f"{rule} declined this call: {count} rows of " in caplog.text
+    packed.guard_rows(count - 1, 1, widest)
 
 
 # ---- machines: other devices, missing packages, no verification

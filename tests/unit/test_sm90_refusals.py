@@ -116,6 +116,12 @@ def of_operands(forward, backward=None, wgrad=None):
     return {rule: reason for rule, reason in found.items() if reason}
 
 
+def custom(*formats):
+    """A recipe with these formats of rows, weight and gradient."""
+    quantizers = [f if f is None or isinstance(f, Quantizer) else Quantizer(f) for f in formats]
+    return Custom(**dict(zip(("input", "weight", "grad"), quantizers, strict=True)))
+
+
 def multiplies(what, format, expected):
     return f"no kernel multiplies {what} in {format} yet: expected {expected}"
 
@@ -216,8 +222,8 @@ DECLINED = [  # id, chain, settings, reason of each rule, whether `strict` misse
     ("mxfp8 result", lambda: first(mxfp8()), {}, {FP8_GEMM_ACTIVATION: TO_MXFP8}, False),
     ("result with the scale of an expert", experts, {"recipe": "fp8_tensor", "disabled": ("sm90.quantize",)},
      {FP8_GEMM_ACTIVATION: "the scale of an expert depends on all its rows: expected delayed scaling"}, False),
-    *((f"operands {i}", experts, {"recipe": Custom(input=rows, weight=weight, grad=grad)}, of_operands(*found), False)
-      for i, (rows, weight, grad, found) in enumerate(OPERANDS)),
+    *((f"operands {i}", experts, {"recipe": custom(*formats)}, of_operands(*found), False)
+      for i, (*formats, found) in enumerate(OPERANDS)),
     *((name, functools.partial(one_layer, quantizer, quantizer), {}, both(reason, *QUANTIZE), False)
       for name, quantizer, reason in (
         ("1x64", odd(lines=64), TO_OTHERS.format("odd e4m3 1x64", "blocks of 1x128")),
