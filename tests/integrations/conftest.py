@@ -29,6 +29,12 @@ def hopper_ranks(tmp_path_factory):
     yield from pool(tmp_path_factory, 4)
 
 
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """Where the ranks have the buffers of the engine "symmetric"."""
+    return str(tmp_path_factory.mktemp("buffers"))
+
+
 @pytest.fixture
 def mesh():
     """A mesh of this process alone, with gloo."""

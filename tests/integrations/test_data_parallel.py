@@ -1,9 +1,11 @@
 """DDP and FSDP2 over two processes are one process with the whole batch; their checkpoints."""
 
+import copy
+
 import pytest
 import torch
 from kit import plain_models
-from kit.two_ranks import HIDDEN, batches
+from kit.two_ranks import HIDDEN, Counted, batches
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -127,8 +129,7 @@ def of_both(found):
 
 
 @pytest.mark.parametrize(("wrapper", "micro_batches"), [
-    ("DDP", 1), ("DDP", 2), ("DDP, compiled", 1), ("FSDP2", 1), ("FSDP2", 2), ("FSDP2, not resharded", 2),
-    ("FSDP2, compiled", 1),
+    ("DDP", 2), ("DDP, compiled", 1), ("FSDP2", 2), ("FSDP2, not resharded", 2), ("FSDP2, compiled", 1),
 ])  # fmt: skip
 def test_two_ranks_are_one_with_the_whole_batch(ranks, wrapper, micro_batches):
     one = plain_models.twin(Plain(), make())
@@ -213,3 +214,72 @@ def test_checkpoints_of_two_ranks_and_of_one_process(ranks, tmp_path, from_ranks
     for got, losses in [load(0, tmp_path, False)] if from_ranks else ranks.run(load, tmp_path):
         torch.testing.assert_close(got, saved, rtol=0, atol=0)
         assert losses == continued
+
+
+# ---- collectives that write to a quantized weight: the next call quantizes it again, and nobody has to say so -------
+
+
+def all_reduce_in_place_of_compiled_graphs(weight):
+    group = dist.group.WORLD.group_name
+    torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce_(weight.data, "sum", group))
+
+
+def coalesced(weight):
+    with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+        dist.all_reduce(weight.data)
+    manager.wait()
+
+
+def broadcast_in_a_group_of_its_own(weight):
+    group = dist.new_group([0, 1])
+    dist.broadcast(weight, 0, group=group)
+    dist.destroy_process_group(group)
+
+
+COLLECTIVES = {
+    "broadcast": lambda weight: dist.broadcast(weight, 0),
+    "all_reduce and wait": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
+    "all_reduce_ of compiled graphs": all_reduce_in_place_of_compiled_graphs,
+    "coalesced": coalesced,
+    "gathered": lambda weight: dist.all_gather(list(weight.data.unbind()), weight.detach()[0].clone()),
+    "in a subgroup": lambda weight: dist.broadcast(weight.data, 1, group=_SUBGROUPS[0]),
+    "in a group of its own": broadcast_in_a_group_of_its_own,
+}
+_SUBGROUPS = []  # of this process
+
+
+def after_a_collective(rank, name, gradient):
+    """Whether the weight changed, what was quantized before and after, and the outputs of the layer and of a copy."""
+    if not _SUBGROUPS:
+        _SUBGROUPS.append(dist.new_group([0, 1]))
+    torch.manual_seed(rank)
+    splits = torch.tensor([5, 3])
+    fc, x = fm.GroupedLinear(2, 32, 32), torch.randn(8, 32)
+    with fm.recipe("mxfp8"), Counted() as quantized:
+        first = fc(x, splits=splits)
+        if gradient:
+            first.sum().backward()  # the gradient is still there when the weight is written to
+        with torch.no_grad():
+            first = fc(x, splits=splits)
+            counts = [quantized.count]
+            before = fc.weight.detach().clone()
+            COLLECTIVES[name](fc.weight)
+            changed = not torch.equal(before, fc.weight)
+            for _ in range(2):
+                y = fc(x, splits=splits)
+                counts.append(quantized.count)
+        want = copy.deepcopy(fc)(x, splits=splits).detach()
+    return changed, counts, torch.equal(y, want), torch.equal(y, first)
+
+
+@pytest.mark.parametrize(("name", "gradient"), [(name, i % 2 == 1) for i, name in enumerate(COLLECTIVES)])
+def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
+    found = ranks.run(after_a_collective, name, gradient)
+    changed = [f[0] for f in found]
+    assert any(changed)
+    for of_rank, (once, again, kept), as_fresh, as_before in found:
+        assert as_fresh
+        assert as_before is not of_rank
+        assert once > 0
+        assert again == once + 1  # by rows, without gradients
+        assert kept == again  # nothing has happened since

@@ -55,20 +55,14 @@ def test_every_example_is_listed():
 # ---- qwen3_moe_trainer ----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def qwen3(peft):
-    """peft is imported where it is installed."""
+def test_the_trainer_learns_the_same_with_either_experts(peft, capsys):
     pytest.importorskip("accelerate")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that transformers imports
-        return example("qwen3_moe_trainer")
-
-
-def test_the_trainer_learns_the_same_with_either_experts(qwen3, capsys):
-    steps = ["--steps", "24"]
-    ours = qwen3.main(steps)
+        main = example("qwen3_moe_trainer").main
+    ours = main(["--steps", "24"])
     printed = capsys.readouterr().out
-    eager = qwen3.main([*steps, "--experts", "eager"])
+    eager = main(["--steps", "24", "--experts", "eager"])
     assert len(ours.losses) == 24
     assert ours.before > 5.5  # about log(256): it knows nothing yet
     assert ours.after < ours.before - 2
@@ -88,7 +82,6 @@ def test_the_trainer_learns_the_same_with_either_experts(qwen3, capsys):
 def test_gpt_oss_is_the_same_but_for_rounding(capsys):
     pytest.importorskip("transformers")
     result = example("gpt_oss_logits").main([])
-    assert set(result.relative) == {(d, e) for d in ("float32", "bfloat16") for e in ("eager", "fusedmoe")}
     for dtype, most in [("float32", 3e-6), ("bfloat16", 3e-2)]:
         ours, own = result.relative[dtype, "fusedmoe"], result.relative[dtype, "eager"]
         assert most / 100 < ours < most  # of this dtype, and no other
@@ -98,9 +91,7 @@ def test_gpt_oss_is_the_same_but_for_rounding(capsys):
     assert len(set(result.generated["eager"][-12:])) > 2  # it wrote something
     (group,) = result.explanation.groups
     assert (group.kind, len(group.names)) == ("GptOssExperts", 3)
-    printed = capsys.readouterr().out
-    assert "\nthe same\n" in printed
-    assert str(result.explanation) in printed
+    assert "\nthe same\n" in capsys.readouterr().out
 
 
 # ---- custom_activation ----------------------------------------------------------------------------------------------

@@ -18,11 +18,6 @@ BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 UNEVEN = (9, 2)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("buffers"))
-
-
 def afterwards():
     """Let every shared expert run after the routed ones, as without an exchange."""
     return mock.patch.object(fm.ExpertParallel, "run_beside", return_value=None)

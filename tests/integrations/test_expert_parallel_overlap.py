@@ -17,11 +17,6 @@ pytestmark = pytest.mark.distributed
 EVEN, UNEVEN = (50, 50), (37, 50)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("buffers"))
-
-
 @on_each
 def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None):
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import warnings
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,19 +36,13 @@ TOKENS = 5, 3, 0, 8  # of each rank
 STEPS = 3
 
 
-class Groups:
-    """The groups of a rank: all, pairs of neighbours (P = 2), and the replicas of what the pairs share."""
-
-    def __init__(self, rank):
-        self.mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-        self.world = dist.init_device_mesh("cpu", (SIZE,))
-        self.four, self.two = fm.ExpertParallel(self.world), fm.ExpertParallel(self.mesh["ep"])
-        self.pair = self.two.group
-
-
 @cache
 def groups(rank):
-    return Groups(rank)
+    """The groups of a rank: all, pairs of neighbours (P = 2), and the replicas of what the pairs share."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    world = dist.init_device_mesh("cpu", (SIZE,))
+    four, two = fm.ExpertParallel(world), fm.ExpertParallel(mesh["ep"])
+    return SimpleNamespace(mesh=mesh, world=world, four=four, two=two, pair=two.group)
 
 
 def same(got, expected, tolerance=0.0):
@@ -364,9 +359,7 @@ def test_what_cannot_be_averaged(rank):
         meta = Model(every.four)
     with pytest.raises(fm.InputError, match=r"second\.experts\.gate_up\.weight: expected .* memory"):
         ep_of.average_gradients(meta)
-    stored = fm.GroupedLinear(2, 8, 8, weight_format=fp8_block(across=128))
-    codes, scales = stored.weight.detach(), stored.weight_scale_inv.detach()
-    stored = fm.GroupedLinear.from_quantized(codes, scales, expert_parallel=every.four)
+    stored = fm.GroupedLinear(2, 8, 8, weight_format=fp8_block(across=128), expert_parallel=every.four)
     assert [*ep_of.shards(stored)] == ["weight", "weight_scale_inv"]
     state = ep_of.state_dict(stored)["model"]
     assert [(t.shape[0], t.dtype) for t in state.values()] == [(8, torch.float8_e4m3fn), (8, torch.float32)]

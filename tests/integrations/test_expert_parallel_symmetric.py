@@ -16,11 +16,6 @@ from fusedmoe.expert_parallel import symmetric, torch_symmetric
 pytestmark = pytest.mark.distributed
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("buffers"))
-
-
 def symmetric_of(ep, max_tokens):
     return fm.ExpertParallel(ep.group, "symmetric", max_tokens=max_tokens)
 

@@ -39,14 +39,11 @@ def test_the_loss_of_one_layer_is_top_k_times_the_layers_own(theirs):
     torch.testing.assert_close(fm.transformers_load_balancing_loss([stats.logits], K), expected)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (([torch.zeros(T, E), torch.zeros(T, 4)], K), r"router_logits\[1\]: expected shape \(24, 8\).*got \(24, 4\)"),
-        (([torch.zeros(T, E)], 9), "a top_k of at most"),
-        (([torch.zeros(T, E)], K, torch.ones(5)), r"attention_mask: expected 24 elements.*\(5,\)"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (([torch.zeros(T, E), torch.zeros(T, 4)], K), r"router_logits\[1\]: expected shape \(24, 8\)"),
+    (([torch.zeros(T, E)], 9), "a top_k of at most"),
+    (([torch.zeros(T, E)], K, torch.ones(5)), "attention_mask: expected 24 elements"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(arguments, said):
     with pytest.raises(fm.InputError, match=said):
         fm.transformers_load_balancing_loss(*arguments)

@@ -73,9 +73,6 @@ def test_the_sdist_holds_what_building_and_testing_takes(built):
 
 def test_metadata(metadata):
     assert (metadata["Name"], metadata["Version"]) == ("fusedmoe", fusedmoe.__version__)
-    assert metadata["Requires-Python"] == ">=3.10"
-    requirements = [line.partition(";")[0].strip() for line in metadata.get_all("Requires-Dist")]
-    assert "torch<2.16,>=2.11" in requirements
     assert set(metadata.get_all("Provides-Extra")) == EXTRAS
     urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
     assert urls.keys() >= {"Homepage", "Documentation", "Changelog", "Issues"}

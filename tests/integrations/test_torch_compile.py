@@ -371,7 +371,7 @@ def in_turns(called, grad):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize(("backend", "grad"), [("eager", False), ("aot_eager", False), ("aot_eager", True)])
+@pytest.mark.parametrize(("backend", "grad"), [("eager", False), ("aot_eager", True)])
 def test_tasks_that_take_turns_compute_what_their_own_settings_say(module, backend, grad):
     want, errors = expected(module, grad), 0
     for recipe, outcomes in in_turns(compiled(module, backend), grad):

@@ -174,30 +174,22 @@ def test_in_a_graph(titan, kind):
 
 
 @pytest.fixture
-def process_group(request):
-    if not dist.is_available():
-        pytest.skip("torch is built without distributed")
-    ranks = getattr(request, "param", 1)
-    if ranks == 1:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    else:  # this rank's part alone is looked at, and nothing is communicated
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+def of_two():
+    """The first of two ranks: its part alone is looked at, and nothing is communicated."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        yield ranks
+        yield
     finally:
         dist.destroy_process_group()
 
 
-TWO = pytest.mark.parametrize("process_group", [2], indirect=True)
-
-
-def distribute(module, axis, ranks=1, part=lambda t: t):
+def distribute(module, axis, part=lambda t: t):
     """The module with parameters that have a part for each rank, of an axis that torchtitan shards them along."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    mesh = dist.init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
     for name, parameter in list(module.named_parameters()):
         placement = {"w2_EDF": Shard(2), "mlp2_weight_EDF": Shard(2), "mlp2_bias_ED": Replicate()}.get(name, Shard(1))
         placement = Shard(0) if axis == "ep" else placement
@@ -207,7 +199,7 @@ def distribute(module, axis, ranks=1, part=lambda t: t):
 
 
 @pytest.mark.parametrize(("kind", "axis"), [("GroupedExperts", "tp"), ("GptOssGroupedExperts", "ep")])
-@pytest.mark.usefixtures("process_group")
+@pytest.mark.usefixtures("mesh")
 def test_dtensors(titan, kind, axis):
     plain = make(titan, kind)
     for name, got, want in both(distribute(copy.deepcopy(plain), axis), plain, *rows()):
@@ -215,30 +207,29 @@ def test_dtensors(titan, kind, axis):
         assert torch.equal(got.grad.to_local(), want.grad), name
 
 
-@pytest.mark.parametrize(("process_group", "names", "kind"), [
-    (1, None, "GptOssGroupedExperts"), (1, ("fsdp",), "GroupedExperts"), (2, None, "GroupedExperts"),
-    (2, ("fsdp",), "GptOssGroupedExperts"),
-], indirect=["process_group"])  # fmt: skip
-def test_explain_of_a_model_under_fsdp(titan, kind, names, process_group):
+@pytest.mark.parametrize(("group", "names", "kind"), [
+    ("mesh", None, "GptOssGroupedExperts"), ("of_two", None, "GroupedExperts"),
+    ("of_two", ("fsdp",), "GptOssGroupedExperts"),
+])  # fmt: skip
+def test_explain_of_a_model_under_fsdp(titan, kind, names, group, request):
     """A part of the parameters is no part of the experts."""
     from torch.distributed.fsdp import fully_shard
 
+    request.getfixturevalue(group)
     module = make(titan, kind)
     plain = str(fm.explain(module).groups[0].explanation)
-    fully_shard(module, mesh=dist.init_device_mesh("cpu", (process_group,), mesh_dim_names=names))
-    (group,) = fm.explain(module).groups
-    if process_group == 1:
-        assert str(group.explanation) == plain
+    fully_shard(module, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names))
+    (found,) = fm.explain(module).groups
+    if group == "mesh":
+        assert str(found.explanation) == plain
     else:
         name = next(name for name, _ in module.named_parameters())
-        assert group.explanation is None
-        assert f"{name}: expected all of this rank's experts, got a shard over" in group.note
-        assert group.note in str(fm.explain(module))
+        assert found.explanation is None
+        assert f"{name}: expected all of this rank's experts, got a shard over" in found.note
 
 
 @pytest.mark.parametrize(("kind", "checkpointed"), [("GroupedExperts", True), ("GptOssGroupedExperts", False)])
-@pytest.mark.usefixtures("process_group")
-def test_fsdp(titan, kind, checkpointed):
+def test_fsdp(titan, kind, checkpointed, mesh):
     """Parameters kept in fp32 and gathered in bf16, with activation checkpointing or without."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -247,7 +238,7 @@ def test_fsdp(titan, kind, checkpointed):
     plain = make(titan, kind)
     module = copy.deepcopy(plain)
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)), mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
 
     def called(*args):
         return checkpoint(module, *args, use_reentrant=False) if checkpointed else module(*args)
@@ -260,26 +251,26 @@ def test_fsdp(titan, kind, checkpointed):
         assert torch.equal(state[name].to_local(), want)
 
 
-@TWO
-def test_experts_of_this_rank(titan, process_group):
+@pytest.mark.usefixtures("of_two")
+def test_experts_of_this_rank(titan):
     """Under expert parallelism a rank has fewer experts than the configuration says."""
     x, _ = rows()
     module = make(titan, "GroupedExperts")
     local = {name: p.detach()[:2].clone() for name, p in module.named_parameters()}
-    distribute(module, "ep", process_group, lambda t: t[:2])
+    distribute(module, "ep", lambda t: t[:2])
     assert module.w2_EDF.shape[0] == len(COUNTS)
     y = module(x, torch.tensor([4, 11]))
     assert relative_error(y, expected(x, local, [4, 11])[0]) < 0.01
 
 
-@TWO
-def test_the_last_bias_is_added_once_among_the_ranks_of_tensor_parallelism(titan, process_group):
+@pytest.mark.usefixtures("of_two")
+def test_the_last_bias_is_added_once_among_the_ranks_of_tensor_parallelism(titan):
     """Each of the two ranks adds half, and gets the whole gradient."""
     plain = make(titan, "GptOssGroupedExperts")
     halved = copy.deepcopy(plain)
     with torch.no_grad():
         halved.mlp2_bias_ED.div_(2)
-    for name, got, want in both(distribute(plain, "tp", process_group), halved, *rows()):
+    for name, got, want in both(distribute(plain, "tp"), halved, *rows()):
         assert torch.equal(got.grad.to_local(), want.grad), name
 
 

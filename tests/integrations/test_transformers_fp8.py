@@ -51,10 +51,9 @@ def warnings_of(caplog):
 # ---- models -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_checkpoint_computes_what_transformers_computes(family, dtype, chains_called, caplog):
-    tiny = fp8_model(family, dtype)
+def test_a_checkpoint_computes_what_transformers_computes(family, chains_called, caplog):
+    tiny = fp8_model(family)
     with caplog.at_level(logging.WARNING), fm.recipe(ROWS_ALONE):
         got = step(tiny)
     assert len(chains_called) == 2
@@ -63,16 +62,11 @@ def test_a_checkpoint_computes_what_transformers_computes(family, dtype, chains_
     want = step(tiny)
     assert len(chains_called) == 2
     assert got.keys() == want.keys()
-    # a value on the other side of a rounding step of FP8 differs by 6 %: few do in fp32, more in bf16
-    tolerance, of_gradient = {torch.float32: (2e-3, 3e-2), torch.bfloat16: (6e-2, 0.3)}[dtype]
-    # on some CPUs, a token chooses another expert of the second layer, since its scores are in bf16 too
-    others = {torch.float32: 0, torch.bfloat16: 2}[dtype]
-    ours, theirs = (of["logits"].float().flatten(0, -2) for of in (got, want))
-    same = (ours - theirs).norm(dim=-1).argsort()[: len(theirs) - others]
-    assert error(ours[same], theirs[same]) < tolerance
+    # a value on the other side of a rounding step of FP8 differs by 6 %
+    assert error(got["logits"], want["logits"]) < 2e-3
     assert not any("experts.gate_up_proj" in name or name.endswith("experts.down_proj") for name in got)
     for name in attention(got):
-        assert error(got[name], want[name]) < of_gradient, name
+        assert error(got[name], want[name]) < 3e-2, name
 
 
 def test_the_weights_stay_as_they_are_and_are_not_dequantized():
