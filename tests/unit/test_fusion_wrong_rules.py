@@ -140,14 +140,12 @@ def test_the_results_of_a_backward_rule(change, text):
     refused(wrong, rf"rule 'toy.changed' on 2.Dgrad \+ 1.DSwiGLU: {text}")
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(
-    ("change", "got"),
+    ("backend", "change", "got"),
     [
-        (lambda g: None, "None"),  # the weight had no gradient, without an error
-        (lambda g: g[:, :2], r"Tensor of shape \(3, 2, (4|8)\)"),
+        (None, lambda g: g[:, :2], r"Tensor of shape \(3, 2, (4|8)\)"),
+        ("aot_eager", lambda g: None, "None"),  # the weight had no gradient, without an error
     ],
-    ids=["none", "shape"],
 )
 def test_a_weight_gradient(backend, change, got):
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""What is read from the environment, and what is logged, once, at which level: `FUSEDMOE_LOG` and `TORCH_LOGS`."""
+"""What is read from the environment, and what is logged, once, at which level."""
 
 import logging
 import os

@@ -319,20 +319,19 @@ def test_what_dispatch_provides_is_not_checked_again():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "message"),
+    ("make", "inputs", "message"),
     [
-        ({}, "the runtime input 'splits' is missing, which .*GroupedLinear takes"),
-        ({"splits": torch.tensor([1, 1]), "probs": torch.ones(2)}, "no op takes the runtime input 'probs'"),
-        ({"splits": [1, 1]}, "splits: expected a tensor, got list"),
+        (grouped, {}, "the runtime input 'splits' is missing, which .*GroupedLinear takes"),
+        (sequential, {"splits": torch.tensor([1, 1]), "probs": torch.ones(2)}, "no op takes the runtime input 'probs'"),
+        (sequential, {"splits": [1, 1]}, "splits: expected a tensor, got list"),
     ],
 )
-def test_compiled_the_runtime_inputs_are_checked_as_ever(inputs, message):
+def test_compiled_the_runtime_inputs_are_checked_as_ever(make, inputs, message):
     torch._dynamo.reset()
-    for module in (grouped(), sequential()):
-        compiled = torch.compile(module, backend="eager")
-        with pytest.raises(fm.InputError, match=message):
-            compiled(torch.randn(2, 4), **inputs)
-        compiled(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
+    compiled = torch.compile(make(), backend="eager")
+    with pytest.raises(fm.InputError, match=message):
+        compiled(torch.randn(2, 4), **inputs)
+    compiled(torch.randn(2, 4), splits=torch.tensor([1, 1]))  # and the next call is fine
 
 
 def test_compiled_as_one_graph_the_error_is_that_of_dynamo():
