@@ -52,9 +52,6 @@ def test_every_example_is_listed():
             assert all(path.name in text for text in listed), path.name
 
 
-# ---- qwen3_moe_trainer ----------------------------------------------------------------------------------------------
-
-
 def test_the_trainer_learns_the_same_with_either_experts(peft, capsys):
     pytest.importorskip("accelerate")
     with warnings.catch_warnings():
@@ -76,9 +73,6 @@ def test_the_trainer_learns_the_same_with_either_experts(peft, capsys):
     assert printed.count(str(ours.explanation)) == 1
 
 
-# ---- gpt_oss_logits -------------------------------------------------------------------------------------------------
-
-
 def test_gpt_oss_is_the_same_but_for_rounding(capsys):
     pytest.importorskip("transformers")
     result = example("gpt_oss_logits").main([])
@@ -92,9 +86,6 @@ def test_gpt_oss_is_the_same_but_for_rounding(capsys):
     (group,) = result.explanation.groups
     assert (group.kind, len(group.names)) == ("GptOssExperts", 3)
     assert "\nthe same\n" in capsys.readouterr().out
-
-
-# ---- custom_activation ----------------------------------------------------------------------------------------------
 
 
 def rules_of(explanation):
@@ -113,9 +104,6 @@ def test_the_activation_and_its_rules():
     assert min(result["norms"]) > 0.1  # zeros would be as far off as they are long
 
 
-# ---- reading_explain ------------------------------------------------------------------------------------------------
-
-
 def test_the_story(capsys):
     told = example("reading_explain").main([])
     printed = capsys.readouterr().out
@@ -129,9 +117,6 @@ def test_the_story(capsys):
     assert "raise_if_missed() raises:" in printed
     assert told[0].strict_error in printed
     assert printed.endswith(f"{explained[-1]}\n")
-
-
-# ---- expert_parallel ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -155,9 +140,6 @@ def test_two_ranks_share_the_experts():
     last = re.search(r"one process with all tokens: loss (\S+), difference (\S+)", found.stdout)
     assert float(last[1]) == pytest.approx(losses[-1], abs=2e-4)
     assert float(last[2]) < 1e-4
-
-
-# ---- olmoe_lora -----------------------------------------------------------------------------------------------------
 
 
 def test_lora_learns(capsys):

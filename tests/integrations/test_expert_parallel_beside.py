@@ -39,9 +39,6 @@ def tokens(count, dtype=torch.float32):
     return x.to(dtype).requires_grad_()
 
 
-# ---- when it runs ---------------------------------------------------------------------------------------------------
-
-
 class Watched(Recording):
     """Also writes down when a gather is waited for."""
 
@@ -99,9 +96,6 @@ def test_it_runs_after_the_tokens_left_and_before_they_are_waited_for(four, most
             assert order == BESIDE, name
 
 
-# ---- results --------------------------------------------------------------------------------------------------------
-
-
 def trained(made, x, call=None):
     """Output, losses and gradients, by name."""
     made.zero_grad()
@@ -119,26 +113,15 @@ def trained(made, x, call=None):
     return found | {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
 
 
-def under(context, *args):
-    def called(made):
-        def call(x):
-            with context(*args):
-                return made(x)
-
-        return call
-
-    return called
-
-
 CALLS = {
     "plain": lambda made: made,
     "recomputed": lambda made: partial(checkpoint, made, use_reentrant=False),
     "statistics": lambda made: partial(made, return_stats=True),
     "recomputed, reentrant": lambda made: partial(checkpoint, made, use_reentrant=True),
-    "no_grad": under(torch.no_grad),
-    "inference": under(torch.inference_mode),
-    "autocast": under(torch.autocast, "cpu", BF16),
-    "recipe": under(fm.recipe, "fp8_block"),
+    "no_grad": lambda made: torch.no_grad()(partial(made)),
+    "inference": lambda made: torch.inference_mode()(partial(made)),
+    "autocast": lambda made: torch.autocast("cpu", BF16)(partial(made)),
+    "recipe": lambda made: fm.recipe("fp8_block")(partial(made)),
 }
 FEW = "plain", "recomputed"
 

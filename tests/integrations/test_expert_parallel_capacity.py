@@ -23,9 +23,6 @@ def distinct(seed, tokens, chosen):
     return torch.stack([torch.randperm(E, generator=generator)[:chosen] for _ in range(tokens)])
 
 
-# ---- which slots find rows ------------------------------------------------------------------------------------------
-
-
 @on_each
 def local_rows(ep, index):
     """The shape of the rows of a rank, and the provided values, for an empty chain of `Dispatch` and a grouped op."""
@@ -110,9 +107,6 @@ def test_gradients_are_those_of_sentinels(four, size):
         for got, want in zip(dropping, wanted, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
             assert want.any()
-
-
-# ---- the policies ---------------------------------------------------------------------------------------------------
 
 
 def layer_and_tokens(ep):

@@ -91,14 +91,14 @@ def twice_backward(layer, x):
     return y
 
 
+@torch.autocast("cpu", torch.bfloat16)
 def in_autocast(layer, x):
-    with torch.autocast("cpu", torch.bfloat16):
-        return layer(x).float()
+    return layer(x).float()
 
 
+@fm.recipe("mxfp8")
 def under_mxfp8(layer, x):
-    with fm.recipe("mxfp8"):
-        return layer(x)
+    return layer(x)
 
 
 LAYERS = {

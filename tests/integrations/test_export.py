@@ -138,9 +138,6 @@ def test_settings_of_the_export_are_in_the_program(around):
             assert not torch.equal(module(x, **inputs), want)
 
 
-# ---- torch.jit.trace ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("make", [lambda: fm.MoE(H, I, E, 2), fm.SwiGLU], ids=["MoE, called", "op"])
 def test_a_trace_is_refused_and_the_remedies_are_named(make):
     module, x = make(), rows()

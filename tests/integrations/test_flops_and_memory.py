@@ -44,9 +44,6 @@ def count(call):
     return forward, counter.get_total_flops() - forward
 
 
-# ---- FLOPs --------------------------------------------------------------------------------------------------------
-
-
 def of_mlp(dtype=torch.float32, bias=False):
     seq, x = mlp(bias, dtype), rows(dtype)
     return lambda: seq(x, splits=splits())
@@ -100,9 +97,6 @@ def test_flops_on_the_meta_device_and_on_fake_tensors():
             moe = fm.MoE(H, I, E, 2, device=device)
             expected = ROUTER + 2 * FORWARD
             assert count(lambda: moe(x)) == (expected, 2 * expected)  # noqa: B023
-
-
-# ---- shapes -------------------------------------------------------------------------------------------------------
 
 
 def kinds_of_run(module, x, inputs):

@@ -84,9 +84,6 @@ def test_a_changed_gate_is_seen(family, act_fn, change):
     assert not torch.allclose(after, before)
 
 
-# ---- torch.export -------------------------------------------------------------------------------------------------
-
-
 class Logits(nn.Module):
     def __init__(self, model):
         super().__init__()

@@ -43,9 +43,6 @@ def train(tiny, micro_batches=1):
     return [loss.detach() for loss in losses]
 
 
-# ---- how often ----------------------------------------------------------------------------------------------------
-
-
 def patched_routers(tiny):
     assert fusedmoe_transformers.patch_routers(tiny.model, fp32_logits=True) == LAYERS
 
@@ -90,17 +87,6 @@ def test_once_over_micro_batches_and_again_after_a_step(family, way, count):
     assert fm.weight_cache_bytes(tiny.model) == 0
 
 
-# ---- changes ------------------------------------------------------------------------------------------------------
-
-
-def in_place(experts):
-    with torch.no_grad():
-        experts.down_proj.mul_(1.5)
-
-
-# ---- sharded weights ----------------------------------------------------------------------------------------------
-
-
 @needs_distributed
 @pytest.mark.parametrize(("family", "reshard"), [("qwen3_moe", True), ("gpt_oss", False)])
 def test_under_fsdp2_weights_are_quantized_in_each_call(mesh, family, reshard, count):
@@ -118,8 +104,9 @@ def test_under_fsdp2_weights_are_quantized_in_each_call(mesh, family, reshard, c
         assert fm.weight_cache_bytes(tiny.model) == 0
         for module in (tiny.model, *tiny.model.model.layers):
             module.reshard()
-        for model in (tiny.model, whole.model):
-            in_place(model.model.layers[0].mlp.experts)
+        with torch.no_grad():
+            for model in (tiny.model, whole.model):
+                model.model.layers[0].mlp.experts.down_proj.mul_(1.5)
 
 
 @needs_distributed

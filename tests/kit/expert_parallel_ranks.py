@@ -20,7 +20,6 @@ from fusedmoe.expert_parallel.allgather import AllGather
 from kit.two_ranks import in_ranks
 
 E, H, I, K = 8, 16, 8, 2  # noqa: E741
-RANKS = 4  # processes; K < P for all of them, K >= P for the first two
 
 
 @lru_cache
