@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from kit.timers import CountingTimer
 
 import fusedmoe
-from fusedmoe.commands import timing
 from fusedmoe.commands.bench import command as bench_cli
 from fusedmoe.commands.bench import layer, measure
 from fusedmoe.commands.bench.layer import Peer, Reference, Sizes, Work
@@ -82,10 +80,9 @@ def test_other_choices_of_experts_are_counted_and_are_no_error(monkeypatch):
         lambda w, c: c._replace(forward=lambda: c.forward() * 1.01),
         lambda w, c: c._replace(forward=lambda: torch.zeros_like(w.x) * c.forward()),
         lambda w, c: c._replace(forward=lambda: c.forward() * torch.nan),
-        # the right result, and gradients in another order
         lambda w, c: c._replace(restored=lambda t: t.flip(0)),
     ],
-    ids=["a percent off", "zeros", "nan", "order of rows"],
+    ids=["a percent off", "zeros", "nan", "order of gradients"],
 )
 def test_a_wrong_candidate_is_named_and_not_timed(change):
     rows = rows_of(work(), Peer("changed", lambda w: change(w, layer.torch_loop(w))), Peer("fusedmoe", layer.ours))
@@ -120,13 +117,8 @@ def test_an_exception_of_a_peer_is_its_note():
     def raises(w):
         raise RuntimeError("no such tile\nand more of it")
 
-    peers = (
-        Peer("raises", raises),
-        Peer("for GPUs", raises, devices=("cuda",)),
-        Peer("fusedmoe", layer.ours),
-        Peer("torch loop", layer.torch_loop),
-    )
-    rows = rows_of(work(), *peers)
+    of_gpus, ours, torch_loop = Peer("for GPUs", raises, ("cuda",)), Peer("fusedmoe", layer.ours), layer.torch_loop
+    rows = rows_of(work(), Peer("raises", raises), of_gpus, ours, Peer("torch loop", torch_loop))
     of_forward = {row.name: row for row in rows if row.case == measure.FORWARD}
     assert set(of_forward) == {"raises", "fusedmoe", "torch loop"}
     assert of_forward["raises"].note == "RuntimeError: no such tile"
@@ -135,18 +127,8 @@ def test_an_exception_of_a_peer_is_its_note():
     assert loop.tflops == pytest.approx(Sizes(**SIZES).forward_flops / 2e-3 / 1e12)
     step = next(row for row in rows if row.case == measure.STEP and row.name == "torch loop")
     assert step.tflops == pytest.approx(3 * loop.tflops)
-    text = measure.lines(rows)
-    assert text[0].split() == ["inference", "ms", "quartiles", "ours", "is", "TFLOP/s", "error"]  # no column is empty
-    line = next(line for line in text if "torch loop" in line)
+    line = next(line for line in measure.lines(rows) if "torch loop" in line)
     assert line.split()[2:7] == ["2.000", "1.500", "to", "2.500", "2.00x"]
-
-
-def test_the_clock_of_a_cpu():
-    times = timing.CpuTimer(reps=5).measure({"a": lambda: None, "b": lambda: sum(range(20000))})
-    for t in times.values():
-        assert 0 < t.least_ms <= t.quartiles_ms[0] <= t.median_ms <= t.quartiles_ms[1]
-    assert times["b"].median_ms > times["a"].median_ms
-    assert timing.CpuTimer(reps=1).measure({"a": lambda: None})["a"].quartiles_ms[0] > 0
 
 
 # -- the command
@@ -158,9 +140,7 @@ def test_the_command_says_what_was_measured_on_what(capsys):
     out = captured.out
     assert f"torch {torch.__version__}, fusedmoe {fusedmoe.__version__}, fp32" in out
     assert "40 tokens, hidden 32, intermediate 16, 6 experts, top 2, swiglu" in out
-    assert "medians and quartiles of 2 interleaved calls" in out
     assert "forward 0 of " in out, "how much of ours is fused"
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == ["fusedmoe", "torch", "torch"] * 3
     assert "6/6 steps" in captured.err
 
 
@@ -170,9 +150,6 @@ def test_the_command_prints_json(capsys):
     assert main(["bench", *sizes, *options]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["hidden"], found["tokens"], found["recipe"], found["dtype"]) == (64, 40, "mxfp8", "bf16")
-    assert found["versions"]["torch"]
-    spread = found["rows_per_expert"]
-    assert spread["least"] <= spread["median"] <= spread["most"]
     names = ("fusedmoe", "torch grouped_mm", "torch loop")
     assert [(row["case"], row["name"]) for row in found["rows"]] == [*itertools.product(measure.CASES, names)]
     assert all(row["ms"] > 0 for row in found["rows"])
@@ -187,22 +164,14 @@ def test_the_command_ends_with_1_where_ours_was_not_measured(capsys):
     assert "RuntimeError: no" in capsys.readouterr().out
 
 
-def test_an_error_that_is_not_of_memory_is_raised(monkeypatch):
-    monkeypatch.setattr(bench_cli, "Work", Mock(side_effect=RuntimeError("a bug")))
-    with pytest.raises(RuntimeError, match="a bug"):
-        bench_cli.run(bench_cli.BenchOptions(**SIZES, device="cpu", dtype="fp32"))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (ARGUMENTS[2:], "--hidden: missing"),
         ([*ARGUMENTS, "--experts", "1"], "--top-k 2: must be at most --experts 1"),
-        ([*ARGUMENTS, "--hidden", str(1 << 44), "--device", "cpu"], "do not fit into the memory of the machine"),
-        ([*ARGUMENTS, "--hidden", str(1 << 63), "--device", "cpu"], "do not fit into the memory of the machine"),
+        ([*ARGUMENTS, "--hidden", str(1 << 44), "--device", "cpu"], "do not fit into the memory"),
+        ([*ARGUMENTS, "--hidden", str(1 << 63), "--device", "cpu"], "do not fit into the memory"),
         ([*ARGUMENTS, "--tokens", "0"], "--tokens 0: must be 1 or more"),
-        ([*ARGUMENTS, "--reps", "0"], "--reps 0: must be 1 or more"),
-        ([*ARGUMENTS, "--recipe", "fp9"], "fp9"),
         ([*ARGUMENTS, "--device", "cuda"], "torch sees no GPU"),
     ],
 )

@@ -35,9 +35,6 @@ def small(monkeypatch):
     monkeypatch.setattr(layer_run, "PARTS", {"router": of_router, "dense": of_dense})
 
 
-# -- the section
-
-
 @pytest.mark.usefixtures("small")
 def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
@@ -58,7 +55,6 @@ def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys)
         assert all(0 < error < 0.03 for error in shape["errors"][name].values()), name
         assert 0 <= shape["rerouted"][name] <= TINY.tokens
     for part in ("router", "dense"):
-        assert all(row["ms"] and row["ms"] > 0 for row in found[part]["rows"] if row["name"] != router.IN_LAYER)
         assert all(0 < error < 0.03 for row in found[part]["rows"] for error in (row["errors"] or {}).values())
     assert found["router"]["rows"][-1]["name"] == router.IN_LAYER
     assert found["router"]["rows"][-1]["ms"] == -1, "the layer was given 1 ms, its experts 2 ms"
@@ -67,64 +63,10 @@ def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert "clamped: left out, SonicMoE cannot run it" in printed
     assert "time, forward: SonicMoE tuned / fusedmoe = 3.00 (least 3.00: tiny 3.00)" in printed
-
     text = page.render(tmp_path, file.parent)
-    assert "commit abc123" in text
-    assert text.index("## The whole layer") < text.index("## Your own layer")
     assert "| tiny | 1.00 | 3.00 | 2.00 | 4.00 | 3.00 | 2.00 | 4.00 |" in text
     assert "| *geometric mean* |  |  |  |  | 3.00 | 2.00 | 4.00 |" in text
     assert "| forward + backward | fusedmoe | 1.000 | 2.00 | 3.00 | 10 |" in text
-
-
-# -- summaries
-
-
-def entry(name, ms, peak):
-    """A shape's entry, with ours and SonicMoE in every case."""
-    rows = [
-        {"case": case, "name": who, "ms": ms[who], "peak_bytes": peak[who]}
-        for case in ("inference", "forward", "forward + backward")
-        for who in ms
-    ]
-    return {"name": name, "rows": rows}
-
-
-RESULTS = {
-    "shapes": [
-        entry("one", {OURS: 1.0, SONIC.name: 2.0}, {OURS: 2 << 30, SONIC.name: 1 << 30}),
-        entry("two", {OURS: 1.0, SONIC.name: 0.5}, {OURS: 1 << 30, SONIC.name: 1 << 30}),
-        entry("three", {OURS: 1.0, SONIC.name: None}, {OURS: 1 << 30, SONIC.name: None}),
-    ],
-}
-
-
-def test_speed_and_memory_are_ratios_to_ours():
-    found = layer.speed(RESULTS, SONIC.name)["forward"]
-    assert found == {"shapes": {"one": 2.0, "two": 0.5}, "least": 0.5, "mean": pytest.approx(1.0)}
-    assert layer.speed(RESULTS, SONIC.name, "peak_bytes")["forward"]["mean"] == pytest.approx(0.5**0.5)
-    assert layer.speed(RESULTS, "absent") == {}
-    assert layer.others(RESULTS) == [SONIC.name]
-
-
-# -- launches
-
-
-def test_kernels_are_grouped_by_name():
-    ours = "kernel_cutlass_kernel_{}_tensorptrbf16_gmem_align16_o"
-    for name, group, short in (
-        (ours.format("RaggedMoperandsPlaindtypebf16_configTile"), "products", "RaggedM.kernel"),
-        (ours.format("SumOnFewSmsarchsm_90a_dtypebf16"), "sums over slots", "SumOnFewSms.kernel"),
-        (ours.format("GatherRowsarchsm_90a"), "gathers", "GatherRows.kernel"),
-        (ours.format("RaggedKoperandsPromoteddtypebf16_config"), "router", "PromotedRaggedK.kernel"),
-        (ours.format("SumPartsarchsm_90a_outbf16"), "router", "SumParts.kernel"),
-        ("kernel_cutlass_place_Routearchsm_90a_indexint64", "router", "Route.place"),
-        ("void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>()", "router", None),
-        ("nvjet_hsh_128x256_64x4", "products", "nvjet_hsh_128x256_64x4"),
-        ("void at::native::vectorized_elementwise_kernel<4>()", "other", None),
-    ):
-        assert launches.group_of(name) == group, name
-        assert launches.short(name) == (short or name[:80])
-        assert launches.group_of(launches.short(name)) == group, name
 
 
 def test_the_gpu_is_idle_in_the_gaps_only():
@@ -140,9 +82,6 @@ def test_the_gpu_is_idle_in_the_gaps_only():
     assert found["groups_us"] == {"router": 0, "products": 17, "sums over slots": 0, "gathers": 0, "other": 7}
     assert found["kernels"][0] == {"name": "nvjet", "count": 2, "us": 17.0}
     assert launches.summary([])["idle_us"] == 0
-
-
-# -- parts
 
 
 def test_a_wrong_part_is_named_and_not_timed():

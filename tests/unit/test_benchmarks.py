@@ -1,6 +1,5 @@
 """The benchmarks run, their references are right, and no peer can end a run."""
 
-import itertools
 import json
 import math
 import statistics
@@ -22,7 +21,6 @@ from benchmarks import (
     recipes,
     reference,
     shapes,
-    table,
 )
 from benchmarks.cases import Candidate, Case, Row
 from benchmarks.ceiling import Ceiling
@@ -41,9 +39,6 @@ def tiny(activation="swiglu", routing="empty", dtype=torch.float32, rows=96):
     return Problem(shape, shapes.splits(rows, 6, routing), CPU, dtype)
 
 
-# -- host time
-
-
 def test_host_times_are_of_work_that_was_done():
     report = host.measure(CPU, rounds=10)
     for times in report.passes.values():
@@ -54,23 +49,17 @@ def test_host_times_are_of_work_that_was_done():
     assert report.planning_ms > 0
 
 
-# -- shapes and splits
-
-
 def test_the_routings_differ_as_they_say():
-    for routing, experts in itertools.product(shapes.ROUTINGS, (1, 64)):
-        counts = shapes.splits(5000, experts, routing)
-        assert (counts.shape, counts.sum()) == ((experts,), 5000)
-        assert torch.equal(counts, shapes.splits(5000, experts, routing))
+    for routing in shapes.ROUTINGS:
+        counts = shapes.splits(5000, 64, routing)
+        assert (counts.shape, counts.sum()) == ((64,), 5000)
+        assert torch.equal(counts, shapes.splits(5000, 64, routing))
     uniform, zipf, half, empty = (shapes.splits(64_000, 64, routing) for routing in shapes.ROUTINGS)
     assert 800 < uniform.min() <= uniform.max() < 1200
     assert zipf.max() / 64_000 == pytest.approx(1 / sum(1 / n for n in range(1, 65)), rel=0.1)
     assert half.max() == pytest.approx(32_000, rel=0.05)
     assert (empty == 0).sum() == 16
     assert shapes.aligned_splits(3000, 8).tolist() == [256] * 8
-
-
-# -- references
 
 
 CASES = (*kernels.CASES, *kernels.ALIGNED_CASES, *mlp.CASES)
@@ -94,10 +83,7 @@ def test_wrong_results_are_seen():
     for value, error in ((0.0, 1), (math.nan, math.inf)):
         candidate = Candidate(lambda value=value: torch.full((problem.rows, problem.hidden), value))
         assert cases.worst_error(second, problem, candidate) == error
-    right = TorchEager().fc1_activation(problem)
-    y, p = right.call()
-    candidate = Candidate(lambda: (y, p * 1.5), right.names)
-    assert cases.worst_error(first, problem, candidate) == pytest.approx(0.5, rel=1e-3)
+    y, _ = TorchEager().fc1_activation(problem).call()
     with pytest.raises(ValueError, match="preactivation: not returned"):
         cases.worst_error(first, problem, Candidate(lambda: y))
 
@@ -122,58 +108,25 @@ def test_a_peer_that_raises_is_a_note_and_the_others_are_measured():
     def wrong(problem):
         return Candidate(lambda: 2 * TorchEager().fc2(problem).call())
 
-    taking_part = [
-        peer("raises", raises),
-        peer("raises when timed", raises_when_timed),
-        peer("wrong", wrong),
-        peer("has nothing to show", lambda problem: None),
-        SimpleNamespace(name="has no such case"),
-        peer(cases.OURS, TorchEager().fc2),
-        TorchEager(),
-    ]
-    rows = {row.peer: row for row in cases.run_case(FC2, tiny(), taking_part, CountingTimer(), TOP)}
-    assert set(rows) == {"raises", "raises when timed", "wrong", cases.OURS, "torch eager"}
-    assert rows["raises"].note == "RuntimeError: no such tile"
-    assert rows["raises when timed"].note == "StopIteration"
-    assert rows["wrong"].note == "wrong: relative error 1"
-    assert rows["wrong"].error == pytest.approx(1)
-    assert all(rows[name].ms is None for name in ("raises", "raises when timed", "wrong"))
+    others = peer("raises", raises), peer("when timed", raises_when_timed), peer("wrong", wrong)
+    absent = peer("has nothing to show", lambda problem: None), SimpleNamespace(name="has no such case")
+    measured = peer(cases.OURS, TorchEager().fc2), TorchEager()
+    rows = {row.peer: row for row in cases.run_case(FC2, tiny(), (*others, *absent, *measured), CountingTimer(), TOP)}
+    assert {name: row.note for name, row in rows.items() if row.ms is None} == {
+        "raises": "RuntimeError: no such tile", "when timed": "StopIteration", "wrong": "wrong: relative error 1",
+    }  # fmt: skip
     # the others alone, so that they are measured together
-    rows = {row.peer: row for row in cases.run_case(FC2, tiny(), taking_part[-2:], CountingTimer(), TOP)}
+    rows = {row.peer: row for row in cases.run_case(FC2, tiny(), measured, CountingTimer(), TOP)}
     ours, eager = rows[cases.OURS], rows["torch eager"]
-    assert eager.error < 1e-6
     assert (ours.ms, eager.ms, eager.ours_is) == (1, 2, 2)
-    flops = 2 * 96 * 32 * 16
-    assert eager.tflops == pytest.approx(flops / 2e-3 / 1e12)
-    assert eager.ceiling_percent == pytest.approx(100 * eager.tflops / 800)
+    assert eager.tflops == pytest.approx(2 * 96 * 32 * 16 / 2e-3 / 1e12)
     assert (eager.host_idle_us, eager.host_queued_us) == (10, 20)
-
-
-# -- means, tables, files
-
-
-def test_mean_speedups_leave_out_ours_and_what_was_not_measured():
-    rows = [
-        Row("FC2", "a", ours_is=1.0),
-        Row("FC2", "a", ours_is=4.0),
-        Row("FC2", "a", note="absent"),
-        Row("FC2", cases.OURS, ours_is=1.0),
-    ]
-    found = cases.mean_speedups(rows)
-    assert found == {"FC2": {"a": {"mean": pytest.approx(2), "least": 1.0, "shapes": 2}}}
-    assert table.means(found) == ["FC2: fusedmoe is 2.00x a (least 1.00x, 2 shapes)"]
 
 
 def test_backward_is_the_difference():
     problem = tiny()
-    rows = [
-        Row(mlp.FORWARD, cases.OURS, ms=1.0),
-        Row(mlp.FORWARD, "a", ms=2.0),
-        Row(mlp.FORWARD, "b", note="absent"),
-        Row(mlp.STEP, cases.OURS, ms=3.0),
-        Row(mlp.STEP, "a", ms=7.0),
-        Row(mlp.STEP, "b", note="absent"),
-    ]
+    times = {cases.OURS: (1.0, 3.0), "a": (2.0, 7.0), "absent": (None, None)}
+    rows = [Row(case, name, ms=ms[n]) for n, case in enumerate((mlp.FORWARD, mlp.STEP)) for name, ms in times.items()]
     *same, ours, a = mlp.with_backward(rows, problem, TOP)
     assert same == rows
     assert (ours.ms, a.ms, a.ours_is) == (2.0, 5.0, 2.5)
@@ -192,15 +145,11 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     )
     files = gpu.run(settings, CountingTimer(grows=True), TOP)
     assert [file.name for file in files] == [f"{section}-zipf.json" for section in gpu.SECTIONS]
-    printed = capsys.readouterr().out
-    assert "tiny: 256 rows" in printed
-    assert "expert MLP, forward + backward" in printed
+    assert "expert MLP, forward + backward" in capsys.readouterr().out
     found = json.loads(files[1].read_text())
     assert [shape["name"] for shape in found["shapes"]] == ["tiny", "tinier"]
     assert (found["commit"], found["machine"] != "") == ("abc123", True)
-    assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
     assert found["shapes"][0]["plan"].startswith("chain")
-    assert found["ceiling"]["tflops"] == 800
     assert found["geometric_mean_speedups"]["forward"]["torch eager"]["shapes"] == 2
     assert set(plot.figures(found)) == {mlp.FORWARD, mlp.STEP, mlp.BACKWARD}
     (of_recipes,) = (json.loads(file.read_text()) for file in files if file.name == "recipes-zipf.json")
@@ -214,20 +163,12 @@ def test_a_whole_run_writes_its_files(tmp_path, capsys, monkeypatch):
     assert delayed == pytest.approx(current, abs=1), "the scales of the same operands"
 
 
-# -- two trees
-
-
 def test_the_interval_that_contains_the_median():
     assert host_trees.median_interval([3.0]) == (3.0, 3.0)
     rng = torch.Generator().manual_seed(0)
     found = [host_trees.median_interval(torch.rand(41, generator=rng).tolist()) for _ in range(1000)]
     assert sum(low <= 0.5 <= high for low, high in found) / 1000 == pytest.approx(0.96, abs=0.03)
     assert statistics.mean(high - low for low, high in found) < 0.4
-
-
-def test_a_base_without_the_package_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no folder fusedmoe: expected the root of a source tree"):
-        host_trees.compare(tmp_path, "cpu", rounds=1, repeats=1)
 
 
 def test_trees_take_turns_and_the_ratio_is_of_this_tree(tmp_path, monkeypatch):

@@ -3,8 +3,6 @@
 import json
 import math
 from argparse import Namespace
-from collections import Counter
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,12 +12,10 @@ import fusedmoe as fm
 from benchmarks import demo as compare
 from fusedmoe.call import settings
 from fusedmoe.commands.demo import command
-from fusedmoe.commands.demo.command import printable, sample, verdict
+from fusedmoe.commands.demo.command import printable, sample
 from fusedmoe.commands.demo.data import (
     Split,
-    bigram_bits_per_byte,
     load_split,
-    windows,
 )
 from fusedmoe.commands.demo.model import ByteTransformer
 from fusedmoe.commands.demo.options import job_of
@@ -39,10 +35,6 @@ TINY = {
 }  # fmt: skip
 WHOLE = load_split()
 LITTLE = Split(train=WHOLE.train[:50_000], held_out=WHOLE.held_out[:500])
-TEXT = torch.arange(200, dtype=torch.uint8)
-
-
-# The text
 
 
 def paragraphs_of(text):
@@ -58,26 +50,6 @@ def test_a_tenth_of_the_distinct_paragraphs_is_held_out():
     everything = {" ".join(p.split()) for page in topics.values() for p in page.split("\n\n") if p.strip()}
     assert train | held_out == everything
     assert len(WHOLE.held_out) / (len(WHOLE.held_out) + len(WHOLE.train)) == pytest.approx(0.1, abs=0.02)
-
-
-def test_targets_are_the_inputs_one_byte_on():
-    inputs, targets = windows(TEXT, torch.tensor([0, 7, 183]), 16)
-    assert inputs.shape == targets.shape == (3, 16)
-    assert torch.equal(inputs + 1, targets)
-    assert inputs[:, 0].tolist() == [0, 7, 183]
-
-
-def test_bigram_agrees_with_counting_in_plain_python():
-    train, held_out = WHOLE.train.tolist(), WHOLE.held_out.tolist()
-    pairs, firsts = Counter(pairwise(train)), Counter(train[:-1])
-    total = 0.0
-    for a, b in pairwise(held_out):
-        total -= math.log2((pairs[a, b] + 0.05) / (firsts[a] + 256 * 0.05))
-    bits = bigram_bits_per_byte(WHOLE.train, WHOLE.held_out)
-    assert bits == pytest.approx(total / (len(held_out) - 1), rel=1e-12)
-
-
-# The model
 
 
 def with_all_weights_random(model):
@@ -98,9 +70,6 @@ def test_a_later_byte_changes_nothing_before_it():
         before, after = model(text)[0], model(changed)[0]
     torch.testing.assert_close(before[:, :7], after[:, :7])
     assert all((before[0, i] - after[0, i]).abs().max() > 1e-3 for i in range(7, 12))  # and much from it on
-
-
-# The optimizer
 
 
 def gradients_into(model, seed):
@@ -126,7 +95,6 @@ def test_float32_is_plain_adamw_with_decay_on_matrices_alone():
         plain.step()
     torch.testing.assert_close(model.weight, expected.weight)
     torch.testing.assert_close(model.bias, expected.bias)
-    assert model.weight.grad is None
 
 
 def test_updates_too_small_for_a_bfloat16_weight_add_up():
@@ -137,9 +105,6 @@ def test_updates_too_small_for_a_bfloat16_weight_add_up():
         model.weight.grad = torch.ones(1, 1, dtype=torch.bfloat16)
         optimizer.step(1e-3)  # an eighth of what bfloat16 can tell from 1
     assert model.weight.item() == pytest.approx(0.98, abs=4e-3)
-
-
-# Evaluation and sample
 
 
 @pytest.fixture
@@ -169,14 +134,8 @@ def test_a_sample_depends_on_its_seed_alone(model):
     assert torch.equal(torch.get_rng_state(), state)
     torch.randn(3)
     assert sample(model, b"The ", 30) == text
-    assert text.startswith(b"The ")
-    assert len(text) == 34
+    assert (text[:4], len(text)) == (b"The ", 34)
     assert printable(b"a\x1b[31mb\r\tc\x00\nd \xc3\xbc \xff\xe2\x80\xae") == "a�[31mb��c�\nd ü ��"
-    assert "Below the bigram model by 1.500" in verdict(2.0, 3.5)
-    assert "NOT below" in verdict(3.5, 3.5)
-
-
-# The loop
 
 
 def trained(folder, **given):
@@ -225,10 +184,7 @@ def test_only_steps_and_device_may_change(tmp_path):
     trained(tmp_path / "run")
     job, _ = resumed(tmp_path / "run", {"steps": 20, "device": "cpu", "seed": 0})
     assert job == job_of(TINY | {"steps": 20})
-    for given, message in (
-        ({"experts": 8}, "--experts 8: the checkpoint was made with --experts 4"),
-        ({"steps": 3}, "--steps 3: the checkpoint has 16 steps already"),
-    ):
+    for given, message in (({"experts": 8}, "made with --experts 4"), ({"steps": 3}, "has 16 steps already")):
         with pytest.raises(fm.InputError, match=message):
             resumed(tmp_path / "run", given)
 
@@ -236,7 +192,7 @@ def test_only_steps_and_device_may_change(tmp_path):
 def test_a_loss_or_gradient_that_is_not_finite_ends_the_run(tmp_path, monkeypatch):
     step = MasterAdamW.step
     monkeypatch.setattr(MasterAdamW, "step", lambda self, rate: step(self, rate) * math.inf)
-    with pytest.raises(fm.InputError, match=r"--lr 0\.003: no finite loss up to step 1; choose a lower one"):
+    with pytest.raises(fm.InputError, match=r"--lr 0\.003: no finite loss"):
         trained(tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
 
@@ -279,15 +235,10 @@ def test_recipes_are_compared_with_everything_else_equal(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hidden": 30}, r"--hidden 30: must be a multiple of 4"),
-        ({"top_k": 9}, r"--top-k 9: must be at most --experts 4"),
-        ({"layers": 0}, r"--layers 0: must be 1 or more"),
-        ({"context": 10_000_000}, r"--context 10000000: the held-out text allows at most \d+"),
-        ({"lr": float("nan")}, r"--lr nan"),
-        ({"dropout": 1.0}, r"--dropout 1\.0"),
-        ({"dtype": "float8"}, r"--dtype float8: choose from float32, bfloat16"),
-        ({"device": "toaster"}, r"--device toaster: choose cpu or cuda"),
-        ({"recipe": "fp3"}, r"--recipe fp3: choose from bf16, "),
+        ({"hidden": 30}, "--hidden 30: must be a multiple of 4"),
+        ({"context": 10_000_000}, r"the held-out text allows at most \d+"),
+        ({"lr": float("nan")}, "--lr nan"),
+        ({"device": "toaster"}, "choose cpu or cuda"),
     ],
 )
 def test_bad_values_are_named_with_what_is_possible(given, message):

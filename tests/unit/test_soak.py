@@ -89,11 +89,10 @@ class Toy:
     """A kernel of ``out = 2 x``, which counts its tiles, adds to a sum, and does something else in some calls."""
 
     fault: str = ""
-    beside: bool = False
 
     @property
     def symbol(self):
-        return f"toy_{self.fault}{'_beside' if self.beside else ''}"
+        return f"toy_{self.fault}"
 
     def load(self):
         calls = []
@@ -145,10 +144,10 @@ def toys(monkeypatch, one_case):
     monkeypatch.setattr(compiler, "_load", lambda kernel: kernel.load())
 
 
-def soaked(*kernels, calls=9, wanted=None, **how):
-    """The messages of a soak of toy kernels, of those that are wanted."""
+def soaked(*kernels, calls=9, **how):
+    """The messages of a soak of toy kernels."""
     messages = []
-    symbols = [kernel.symbol for kernel in kernels] if wanted is None else wanted
+    symbols = [kernel.symbol for kernel in kernels]
     soak_here(Request("cpu", (ToyCall(*kernels),), dict.fromkeys(symbols, calls), **how), messages.append)
     assert messages.pop() is None
     return [m for m in messages if not isinstance(m, worker.Said)]
@@ -185,24 +184,6 @@ def test_faults_are_found(toys, fault, problem):
     assert wrong.where == "a toy, zipf, dynamic, tiles 0"
     found = {m.item.symbol: m.differing for m in of_kind(messages, Repeats)}
     assert found.get(f"toy_{fault}") == {"wrong": 1, "unwritten": 1, "counter": 0}.get(fault)
-
-
-def test_a_launch_beside_another_follows_it_immediately(toys):
-    order = []
-
-    class Traced(Toy):
-        def load(self):
-            run = super().load()
-            return lambda *arguments: [order.append(self.symbol), run(*arguments)]
-
-    @dataclass(frozen=True)
-    class Sum(Traced):
-        symbol = "sm90_sum_on_few_sms_toy"
-
-    first, second = Sum("wrong"), Traced(beside=True)
-    messages = soaked(first, second, calls=4, wanted=[second.symbol])
-    assert order == [first.symbol, second.symbol] * 5
-    assert [(m.item.symbol, m.differing) for m in of_kind(messages, Repeats)] == [(second.symbol, 1)]
 
 
 def test_the_first_call_of_a_layer_is_compared_with_pytorch():
@@ -273,23 +254,6 @@ def test_a_process_that_hangs_or_dies_is_an_error_with_the_kernels_name():
     assert not found.passed
 
 
-def of_all(kernels, calls=12, missing=()):
-    found = Soaked({family_of(k): [k.symbol] for k in kernels}, calls)
-    for kernel in kernels:
-        for case in CASES:
-            if case not in missing:
-                found.add(Repeats(Item(kernel.symbol, *case), 1, 0, 0, 0.25))
-    return found
-
-
-def test_kernels_that_are_not_reached():
-    assert of_all([Toy()]).passed
-    assert of_all([Toy()], missing=CASES[1:3]).not_reached() == [
-        "toy_: not reached with even, static and 1 more", "Toy: 10 calls of 12",
-    ]  # fmt: skip
-    assert not of_all([Toy()], missing=CASES[:1]).passed
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -300,7 +264,10 @@ def machine(monkeypatch, tmp_path):
 
     def soak(kernels, subjects, device, say, calls):
         found.asked.append(([kernel.symbol for kernel in kernels], calls))
-        outcome = of_all([Toy()])
+        outcome = Soaked({family_of(Toy()): ["toy_"]}, 12)
+        for case in CASES:
+            outcome.add(Repeats(Item("toy_", *case), 1, 0, 0, 0.25))
+        assert outcome.passed
         outcome.wrong.append(Wrong("toy_", "a layer, zipf", "call 3: 5 words differ from the first call's"))
         outcome.differing["toy_"] = 1
         return outcome
@@ -331,7 +298,6 @@ def test_the_command_fails_with_the_kernels_name(machine, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "changes", "said"), [
-    (["--calls", "0"], {}, "--calls 0: must be 1 or more"),
     (["--only", "sm80_*"], {}, "no kernel's name matches"),
     ([], {"arch": 100}, "a stand-in is sm_100"),
 ])  # fmt: skip
