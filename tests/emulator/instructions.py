@@ -5,6 +5,7 @@ Each function returns a function of the warp, or a `Result`. Instructions that r
 """
 
 from dataclasses import replace
+from operator import itemgetter
 
 import numpy as np
 
@@ -74,47 +75,19 @@ def elementwise(code, instruction):
         def function(a):
             return wide(a.astype(narrow))
 
-    return _by_count[len(slots)](target.slot, slots, function)
+    return applied(target.slot, slots, function)
 
 
-def _unary(target, slots, function):
-    (a,) = slots
-
-    def run(w):
-        registers = w.registers
-        value = function(registers[a])
-        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
-
-    return run
-
-
-def _binary(target, slots, function):
-    a, b = slots
+def applied(target, slots, function):
+    """Return the function of the warp that sets a register to a function of others."""
+    first, sources = slots[0], itemgetter(*slots)
 
     def run(w):
         registers = w.registers
-        value = function(registers[a], registers[b])
+        value = function(registers[first]) if len(slots) == 1 else function(*sources(registers))
         registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
 
     return run
-
-
-def _ternary(target, slots, function):
-    a, b, c = slots
-
-    def run(w):
-        registers = w.registers
-        value = function(registers[a], registers[b], registers[c])
-        registers[target] = value if w.mask is None else np.where(w.mask, value, registers[target])
-
-    return run
-
-
-def _quaternary(target, slots, function):
-    return lambda w: w.put(target, function(*(w.registers[s] for s in slots)))
-
-
-_by_count = {1: _unary, 2: _binary, 3: _ternary, 4: _quaternary}
 
 
 # ---- moves
@@ -377,9 +350,6 @@ def shfl(code, opcode, operands):
         if mode == "up":
             source = lane - by
             valid = source >= last
-        elif mode == "down":
-            source = lane + by
-            valid = source <= last
         elif mode == "bfly":
             source = lane ^ by
             valid = source <= last
@@ -408,10 +378,7 @@ def vote(code, opcode, operands):
 
 
 def redux(code, opcode, operands):
-    function = {
-        "add": np.add, "min": np.minimum, "max": np.maximum,
-        "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-    }[opcode.split(".")[2]]  # fmt: skip
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}[opcode.split(".")[2]]
     view = np.int32 if opcode.endswith("s32") else np.uint32
     target, source, members = operands[0].slot, code.slot(operands[1], "r"), code.slot(operands[2], "r")
 

@@ -23,7 +23,6 @@ class Register:
 @dataclass(frozen=True)
 class Number:
     bits: int  # may be negative
-    is_float: bool = False
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class _Body:
         if "|" in text:
             return Pair(*(self._operand(o) for o in text.split("|")))
         if FLOAT.match(text):
-            return Number(int(text[2:], 16), is_float=True)
+            return Number(int(text[2:], 16))
         if NUMBER.match(text):
             return Number(int(text.removesuffix("U"), 0))
         if found := REGISTER.fullmatch(text):

@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,6 +163,12 @@ def test_the_command_ends_with_1_where_ours_was_not_measured(capsys):
     options = bench_cli.BenchOptions(**SIZES, device="cpu", dtype="fp32")
     assert bench_cli.run(options, CountingTimer(), (Peer("fusedmoe", raises), Peer("torch", layer.torch_loop))) == 1
     assert "RuntimeError: no" in capsys.readouterr().out
+
+
+def test_an_error_that_is_not_of_memory_is_raised(monkeypatch):
+    monkeypatch.setattr(bench_cli, "Work", Mock(side_effect=RuntimeError("a bug")))
+    with pytest.raises(RuntimeError, match="a bug"):
+        bench_cli.run(bench_cli.BenchOptions(**SIZES, device="cpu", dtype="fp32"))
 
 
 @pytest.mark.parametrize(

@@ -18,22 +18,6 @@ SIZES = "--layers 1 --hidden 16 --heads 2 --experts 4 --top-k 2 --intermediate 1
 TINY = f"{SIZES} --device cpu --dtype float32".split()
 
 
-def command(*arguments):
-    return [sys.executable, "-m", "fusedmoe", *arguments]
-
-
-def environment():
-    path = os.pathsep.join(filter(None, [PACKAGE_PARENT, os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path}
-
-
-def start(folder, *arguments, **how):
-    return subprocess.Popen(
-        command(*arguments), cwd=folder, env=environment(), encoding="utf-8",
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how},
-    )  # fmt: skip
-
-
 def refused(capsys, *arguments):
     """Run the command, which must end with status 2 and one line; return the line."""
     try:
@@ -48,31 +32,27 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--help", ["doctor", "compile", "tune", "verify"]),
-        ("--version", ["fusedmoe "]),
-        ("demo --help", ["--layers", "--steps", "--recipe", "--resume", "fusedmoe-demo"]),
-        ("compile --help", ["--arch ARCH", "(default: sm_90a)", "--jobs N", "--cache-dir DIR", "--list "]),
-        ("explain --help", ["CONFIG ", "--tokens T", "(default: 8192)", "one layer, instead of CONFIG:\n  --hidden H"]),
+        ("--help", "verify"),
+        ("--version", "fusedmoe "),
+        ("demo --help", "--resume"),
+        ("compile --help", "(default: sm_90a)"),
+        ("explain --help", "one layer, instead of CONFIG:\n  --hidden H"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_help(capsys, arguments, said):
     with pytest.raises(SystemExit) as caught:
         main(arguments.split())
     assert caught.value.code == 0
-    text = capsys.readouterr().out
-    assert [words for words in said if words not in text] == []
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ("", "COMMAND"),
-        ("train", "unknown command train: expected one of doctor, demo, "),
         ("explian --strict", "unknown command explian (did you mean explain?)"),
         ("doctor --jsn", "fusedmoe doctor: error: unknown option --jsn (did you mean --json?)"),
         ("demo rubbish", "unknown argument rubbish; `fusedmoe demo --help` lists the options"),
-        ("demo --device cpu --top-k 9", "--top-k 9: must be at most --experts 8"),
         ("demo --steps many", "invalid int value: 'many'"),
         ("demo --recipe fp3", "--recipe fp3: choose from bf16, "),
         ("demo --resume", "no checkpoint at"),
@@ -87,10 +67,13 @@ def test_wrong_arguments(capsys, tmp_path, monkeypatch, arguments, said):
 
 
 def test_a_run_into_a_pipe_is_plain_text_and_leaves_its_files(tmp_path):
-    process = start(tmp_path, "demo", *TINY, "--steps", "5")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert err == ""
+    path = os.pathsep.join(filter(None, [PACKAGE_PARENT, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "fusedmoe", "demo", *TINY, "--steps", "5"]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, encoding="utf-8", capture_output=True, timeout=120
+    )
+    out = ran.stdout
+    assert (ran.returncode, ran.stderr) == (0, "")
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out)  # no control character but the line feed
     assert "the byte-bigram model: 3." in out
     assert "5 steps, " in out.splitlines()[-1]

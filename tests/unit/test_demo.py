@@ -12,7 +12,7 @@ import fusedmoe as fm
 from benchmarks import demo as compare
 from fusedmoe.call import settings
 from fusedmoe.commands.demo import command
-from fusedmoe.commands.demo.command import printable, sample
+from fusedmoe.commands.demo.command import printable, sample, verdict
 from fusedmoe.commands.demo.data import (
     Split,
     load_split,
@@ -135,6 +135,8 @@ def test_a_sample_depends_on_its_seed_alone(model):
     torch.randn(3)
     assert sample(model, b"The ", 30) == text
     assert (text[:4], len(text)) == (b"The ", 34)
+    assert verdict(2.0, 3.5).startswith("Below the bigram model by 1.500")
+    assert verdict(3.5, 3.5).startswith("NOT below")
     assert printable(b"a\x1b[31mb\r\tc\x00\nd \xc3\xbc \xff\xe2\x80\xae") == "a�[31mb��c�\nd ü ��"
 
 

@@ -43,7 +43,6 @@ def test_each_gpu_is_listed_and_each_architecture_once(machine):
     report = module.doctor()
     found = [(gpu.index, gpu.arch, gpu.memory_gib, gpu.sms) for gpu in report.gpus]
     assert found == [(0, "sm_90", 80.0, 132), (1, "sm_90", 80.0, 132), (2, "sm_80", 80.0, 132)]
-    assert report.no_gpu is None
     assert {kernel.name: kernel.available for kernel in report.kernels} == {
         "torch grouped GEMM, cpu": True,
         "torch grouped GEMM, sm_80": False,

@@ -4,7 +4,6 @@ Each kind of kernel, with the problems of tests/gpu. CONTRIBUTING.md states whic
 too. `make test` runs a covering few, and `make test-emulator` all.
 """
 
-import contextlib
 import shutil
 from copy import deepcopy
 
@@ -58,17 +57,13 @@ def tiles(monkeypatch):
     ("family", "config", "settings"),
     [
         ("plain", PP_192, {"biased": True, "scale": FP32}),
-        slow("plain", CO_256, {"major": "n"}),
         slow("plain", PP_192, {"kind": "fp16", "major": "n"}),
-        slow("activation", PP_192, {}),
         ("activation", CO_256, {"name": "gpt-oss", "biased": True}),
         slow("activation", PP_128, {"name": "geglu_tanh", "major": "n", "keep": False}),
-        slow("derivative", PP_192, {}),
         slow("derivative", PP_128, {"name": "gpt-oss", "scale": BF16}),
         slow("derivative", PP_192, {"name": "squared_relu", "scale": None, "gradient": False}),
         ("wgrad", PP_192, {}),
         ("wgrad", CO_256, {"out": FP32, "add": True}),
-        slow("wgrad", PP_192, {"add": True, "exact": True}),
         ("wgrad", CO_256, {"add": True}),
         slow("wgrad", CO_256_TALL, {}),
         slow("plain", CO_256, {"gather": True}),
@@ -128,14 +123,10 @@ def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
 
 
 @pytest.mark.slow
-def test_an_activation_in_fp8_codes():
+def test_results_in_fp8_codes(monkeypatch):
+    """Also by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
     x, w = rows(**SMALL, k=144, kind="e4m3 blocks"), weights(SMALL["splits"], 512, 144, "e4m3 blocks")
     assert check_codes(x, w, SMALL["splits"], "swiglu").any()
-
-
-@pytest.mark.slow
-def test_a_derivative_in_fp8_codes(monkeypatch):
-    """By rows and by columns, with blocks of 128 rows that end at, before and after the last one of an expert."""
     monkeypatch.setattr(functions, "choose", lambda problem: CO_256_ROWS)
     for t in check_derivative_codes((0, 127, 128, 129, 1, 0), 21, 128, 144):
         assert t.any()
@@ -152,11 +143,7 @@ def test_quantized_rows():
 
 @pytest.mark.parametrize("which", ["mxfp8", slow("nvfp4 gradient"), slow("row")])
 def test_quantized_rows_of_other_formats(which):
-    for make, dtype in (
-        (quantize_kernels.ordinary, BF16),
-        (quantize_kernels.values, BF16),
-        (quantize_kernels.values, FP16),
-    ):
+    for make, dtype in ((quantize_kernels.ordinary, BF16), (quantize_kernels.values, FP16)):
         x = quantize_kernels.with_tail([33, 0, 31, 1, 20], 12, 144, dtype, make)
         quantize_kernels.check_rows(x, which, (-1, -2), offsets_of([33, 0, 31, 1, 20]))
 
@@ -210,7 +197,7 @@ def test_the_tail_is_zeroed():
 
 
 def test_activations_of_other_rows():
-    for shape in ((1, 8), (3, 24), (5, 1032)):
+    for shape in ((1, 8), (5, 1032)):
         activation_rows.check_activation(activation_rows.ACTIVATIONS[3], FP16, None, shape)
 
 
@@ -286,35 +273,3 @@ def test_columns_that_backward_quantizes_again_change_no_bit(monkeypatch):
     for a, b in zip(got, want, strict=True):
         assert b.any(), "zeros would pass"
         assert torch.equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("builtin_rules")
-def test_delayed_scaling():
-    """Three training steps of small integers, which are exact: results and histories have the bits of plain PyTorch."""
-    recipe = fm.numerics.recipes.FP8Tensor(power_of_two=True, delayed=fm.numerics.formats.Delayed(2))
-    splits = torch.tensor(SMALL["splits"])
-    first, last = fm.GroupedLinear(4, 32, 2 * 48, dtype=BF16), fm.GroupedLinear(4, 48, 32, dtype=BF16)
-    fused = fm.Sequential(first, fm.ReGLU(), fm.Scale("probs"), last)
-    with torch.no_grad():
-        for weight in fused.parameters():
-            weight.copy_(torch.randint(-1, 2, weight.shape))
-    plain = deepcopy(fused)
-    for power in range(3):
-        x = (torch.randint(-1, 2, (213, 32)).to(BF16) * 2**power).requires_grad_()
-        dy, probs = torch.randint(-1, 2, (213, 32)).to(BF16), torch.full((213,), 0.5)
-        found = []
-        for chain in (fused, plain):
-            with fm.recipe(recipe), contextlib.nullcontext() if chain is fused else fm.disabled("sm90.*"):
-                y = chain(x, splits=splits, probs=probs)
-                found.append((y, *torch.autograd.grad(y, (x, *chain.parameters()), dy)))
-        for got, want in zip(*found, strict=True):
-            assert want.any()
-            assert torch.equal(got, want)
-        got, want = (chain.state_dict() for chain in (fused, plain))
-        assert all(torch.equal(t, want[name]) for name, t in got.items())
-    assert len(got) == 2 + 2 * 3 * 2, "input, weight and gradient of two layers"
-    with fm.recipe(recipe):
-        (plan,) = fused.explain(x, splits=splits, probs=probs).plans
-    assert not plan.unfused
-    assert "sm90.fp8_grouped_gemm_activation" in {step.rule for step in plan.fused if "3:input.Quantize" in step.ops}

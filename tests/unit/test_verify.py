@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from fusedmoe.commands.verify import rules as whole
 from fusedmoe.commands.verify.ahead import compile_ahead, one_per_layout
 from fusedmoe.commands.verify.calls import make_call
 from fusedmoe.commands.verify.cases import ATOMIC, BETWEEN_RANKS, BOUNDS, LAYOUTS, Case, Layout, Sizes, cases_for
-from fusedmoe.commands.verify.checks import run_case
+from fusedmoe.commands.verify.checks import Found, Outcome, run_case
 from fusedmoe.commands.verify.machine import poisoned_memory
 from fusedmoe.commands.verify.rules import verify
-from fusedmoe.kernels.build import toolkit
+from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm100 import grouped, grouped_nvfp4, package, quantize_functions
 
@@ -448,12 +449,15 @@ def test_a_missing_package(blackwell, capsys, monkeypatch):
     assert not package.stamp_file(100).exists()
 
 
-def test_rules_that_are_switched_off(monkeypatch, capsys):
-    monkeypatch.setenv("FUSEDMOE_DISABLE", "sm90.*")
+@pytest.mark.parametrize(
+    ("options", "disabled", "said"), [([], "sm90.*", "no rules switched off"), (["--only", "sm90_*"], "", "make soak")]
+)
+def test_refusals(monkeypatch, capsys, options, disabled, said):
+    monkeypatch.setenv("FUSEDMOE_DISABLE", disabled)
     with pytest.raises(SystemExit) as caught:
-        main(["verify"])
+        main(["verify", *options])
     assert caught.value.code == 2
-    assert "FUSEDMOE_DISABLE=sm90.*: expected no rules switched off" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_an_expected_result_of_zeros_is_a_problem(hopper, monkeypatch):
@@ -486,3 +490,18 @@ def test_a_case_per_set_of_kernels_runs_in_another_process(tmp_path, monkeypatch
     assert sorted(name for name, _ in ran) == sorted(case.name for case in AHEAD[::2])
     assert str(os.getpid()) not in {process for _, process in ran}
     assert said == ["compiling the kernels of 3 cases in 2 processes"]
+
+
+def test_it_begins_after_the_first_case_that_compiles(monkeypatch):
+    """Cases whose kernels are all in the cache compile nothing."""
+    ran, ahead = [], []
+
+    def run_case(case, *settings):
+        ran.append(case)
+        return Outcome(case, ("a rule",), Found())
+
+    monkeypatch.setattr(whole, "run_case", run_case)
+    monkeypatch.setattr(whole, "_rules_of", lambda machine: [])
+    monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - 1)))
+    verify(SimpleNamespace(device=CPU, arch=90), AHEAD, Sizes(), compile_ahead=lambda *given: ahead.append(given))
+    assert (ran, ahead) == (AHEAD, [(AHEAD[2:], Sizes(), CPU)])
