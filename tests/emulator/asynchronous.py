@@ -13,7 +13,7 @@ from emulator import ptx
 from emulator.arithmetic import from_bf16, from_fp8
 from emulator.barriers import MBarrier
 from emulator.memory import AccessError
-from emulator.registers import U2, U4, Result
+from emulator.registers import BITS, DTYPES, U2, U4, Result
 from emulator.tensor_map import SIZES, swizzled
 
 RANK_SHIFT = 24  # of a CTA's rank + 1 in an address of another CTA's shared memory
@@ -38,8 +38,12 @@ class Queue(deque):
         return lambda: self.completed >= needed
 
 
-def _address(code, operand):
-    slot, offset = code.slot(operand.base, "r"), U4(operand.offset & 0xFFFFFFFF)
+def address_of(code, address, kind="r"):
+    """Return a function of the warp that returns the addresses of the active lanes."""
+    slot = code.slot(address.base, kind)
+    if not address.offset:
+        return lambda w: w.select(w.registers[slot])
+    offset = DTYPES[kind](address.offset & (1 << BITS[kind]) - 1)
     return lambda w: w.select(w.registers[slot] + offset)
 
 
@@ -56,7 +60,7 @@ def resolve(w, address):
 
 
 def mbarrier_init(code, opcode, operands):
-    address, count = _address(code, operands[0]), code.slot(operands[1], "r")
+    address, count = address_of(code, operands[0]), code.slot(operands[1], "r")
 
     def run(w):
         for at, n in zip(address(w), w.select(w.registers[count]), strict=True):
@@ -66,7 +70,7 @@ def mbarrier_init(code, opcode, operands):
 
 
 def mbarrier_arrive(code, opcode, operands):
-    address = _address(code, operands[1])
+    address = address_of(code, operands[1])
     count = code.slot(operands[2], "r") if len(operands) > 2 else code.constant(1, "r")
     expects = "expect_tx" in opcode
 
@@ -85,7 +89,7 @@ def mbarrier_arrive(code, opcode, operands):
 
 def mbarrier_try_wait(code, opcode, operands):
     """The wait ends when the phase has completed, so the predicate is always true."""
-    target, address, parity = operands[0].slot, _address(code, operands[1]), code.slot(operands[2], "r")
+    target, address, parity = operands[0].slot, address_of(code, operands[1]), code.slot(operands[2], "r")
     true = np.ones(32, bool)
 
     def run(w):
@@ -133,12 +137,25 @@ def fence_async(code, opcode, operands):
     return run
 
 
+def commit(queue):
+    """Return the instruction that commits a group of a queue of the warp."""
+    return lambda code, opcode, operands: lambda w: getattr(w, queue).commit(w.machine)
+
+
+def wait(queue):
+    """Return the instruction that waits until at most so many groups of a queue are under way."""
+
+    def instruction(code, opcode, operands):
+        return Result(lambda w: getattr(w, queue).at_most(operands[0].bits), waits=True)
+
+    return instruction
+
+
 # ---- copies of 16 bytes
 
 
 def cp_async(code, opcode, operands):
-    target, source = _address(code, operands[0]), operands[1]
-    slot, offset = code.slot(source.base, "rd"), np.uint64(source.offset & (1 << 64) - 1)
+    target, source = address_of(code, operands[0]), address_of(code, operands[1], "rd")
     size = code.slot(operands[3], "r") if len(operands) > 3 else code.constant(16, "r")
     assert operands[2].bits == 16
 
@@ -146,7 +163,7 @@ def cp_async(code, opcode, operands):
         to, sizes = target(w), w.select(w.registers[size])
         if (to & U4(15)).any():
             raise AccessError("a copy is not aligned to 16 bytes")
-        addresses = w.select(w.registers[slot] + offset)
+        addresses = source(w)
         granules = (to >> U4(4)).astype(np.int64)
         shared, machine, now = w.cta.shared, w.machine, w.machine.now
         values = np.zeros((len(granules), 16), np.uint8)
@@ -163,7 +180,7 @@ def cp_async(code, opcode, operands):
 
 
 def cp_async_arrive(code, opcode, operands):
-    address = _address(code, operands[0])
+    address = address_of(code, operands[0])
 
     def run(w):
         barriers = [w.cta.mbarrier(int(at)) for at in address(w)]
@@ -175,15 +192,6 @@ def cp_async_arrive(code, opcode, operands):
         w.machine.add_work(w.copies, arrive)
 
     return run
-
-
-def cp_async_commit(code, opcode, operands):
-    return lambda w: w.copies.commit(w.machine)
-
-
-def cp_async_wait(code, opcode, operands):
-    count = operands[0].bits
-    return Result(lambda w: w.copies.at_most(count), waits=True)
 
 
 # ---- tensor copies
@@ -200,7 +208,7 @@ def _coordinates(code, address):
 
 
 def tensor_load(code, opcode, operands):
-    target, source, barrier = _address(code, operands[0]), operands[1], _address(code, operands[2])
+    target, source, barrier = address_of(code, operands[0]), operands[1], address_of(code, operands[2])
     map_, coordinates = code.slot(source.base, "rd"), _coordinates(code, source)
     multicast = code.slot(operands[3], "rs") if "multicast" in opcode else None
 
@@ -242,7 +250,7 @@ def _received(cta, of_barrier, barrier_at, granules, values):
 
 
 def tensor_store(code, opcode, operands):
-    target, source = operands[0], _address(code, operands[1])
+    target, source = operands[0], address_of(code, operands[1])
     map_, coordinates = code.slot(target.base, "rd"), _coordinates(code, target)
     add = opcode.startswith("cp.reduce")
 
@@ -262,17 +270,8 @@ def tensor_store(code, opcode, operands):
     return run
 
 
-def bulk_commit(code, opcode, operands):
-    return lambda w: w.bulk.commit(w.machine)
-
-
-def bulk_wait(code, opcode, operands):
-    count = operands[0].bits
-    return Result(lambda w: w.bulk.at_most(count), waits=True)
-
-
 def st_async(code, opcode, operands):
-    target, value, barrier = _address(code, operands[0]), code.slot(operands[1], "r"), _address(code, operands[2])
+    target, value, barrier = address_of(code, operands[0]), code.slot(operands[1], "r"), address_of(code, operands[2])
 
     def run(w):
         for to, v, at in zip(target(w), w.select(w.registers[value]), barrier(w), strict=True):
@@ -387,13 +386,13 @@ TABLE = {
     "mbarrier.init": mbarrier_init, "mbarrier.arrive": mbarrier_arrive, "mbarrier.try_wait": mbarrier_try_wait,
     "bar.": bar, "barrier.cluster.arrive": cluster_arrive, "barrier.cluster.wait": cluster_wait,
     "fence.proxy.async": fence_async,
-    "cp.async.bulk.commit_group": bulk_commit, "cp.async.bulk.wait_group": bulk_wait,
+    "cp.async.bulk.commit_group": commit("bulk"), "cp.async.bulk.wait_group": wait("bulk"),
     "cp.async.bulk.tensor": lambda code, opcode, operands: (
         tensor_store if ".global.shared::cta" in opcode else tensor_load
     )(code, opcode, operands),
     "cp.reduce.async.bulk.tensor": tensor_store,
-    "cp.async.mbarrier.arrive.noinc": cp_async_arrive, "cp.async.commit_group": cp_async_commit,
-    "cp.async.wait_group": cp_async_wait, "cp.async.cg": cp_async,
+    "cp.async.mbarrier.arrive.noinc": cp_async_arrive, "cp.async.commit_group": commit("copies"),
+    "cp.async.wait_group": wait("copies"), "cp.async.cg": cp_async,
     "st.async": st_async,
     "wgmma.mma_async": wgmma, "wgmma.commit_group": wgmma_commit, "wgmma.wait_group": wgmma_wait,
 }  # fmt: skip

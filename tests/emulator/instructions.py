@@ -11,6 +11,7 @@ import numpy as np
 
 from emulator import asynchronous, ptx
 from emulator.arithmetic import ELEMENTWISE, KINDS, from_bf16, operand_kinds, to_bf16
+from emulator.asynchronous import address_of
 from emulator.registers import BITS, DTYPES, LANES, U2, U4, U8, Result
 
 SHARED_WINDOW, PARAMETER_WINDOW = 1 << 60, 1 << 61  # of generic addresses
@@ -147,15 +148,6 @@ LOADS = {  # dtype in memory, and what it is extended from
 }  # fmt: skip
 
 
-def address_of(code, address, kind):
-    """Return a function of the warp that returns the addresses of the active lanes."""
-    slot = code.slot(address.base, kind)
-    if not address.offset:
-        return lambda w: w.select(w.registers[slot])
-    offset = DTYPES[kind](address.offset & (1 << BITS[kind]) - 1)
-    return lambda w: w.select(w.registers[slot] + offset)
-
-
 def _items(operand):
     return operand.items if isinstance(operand, ptx.Vector) else (operand,)
 
@@ -163,6 +155,8 @@ def _items(operand):
 def words(w, space, addresses, dtype, *, write):
     if space == "shared":
         return w.cta.shared.words(addresses, dtype, write=write, now=w.machine.now, warp=w.index)
+    if space == "param":
+        return w.machine.parameters.view(dtype), addresses // np.dtype(dtype).itemsize
     return w.machine.memory.words(addresses, dtype)
 
 
@@ -183,8 +177,6 @@ def space_of(opcode):
 
 def ld(code, opcode, operands):
     space, type_ = space_of(opcode), type_of(opcode)
-    if space == "param":
-        return ld_param(code, opcode, operands)
     dtype, signed = LOADS[type_]
     targets = [t.slot for t in _items(operands[0])]
     kinds = [DTYPES[t.kind] for t in _items(operands[0])]
@@ -209,22 +201,6 @@ def scatter(w, target, values):
         new = w.registers[target].copy()
         new[w.mask] = values
         w.registers[target] = new
-
-
-def ld_param(code, opcode, operands):
-    dtype, signed = LOADS[type_of(opcode)]
-    size = np.dtype(dtype).itemsize
-    at = code.offsets[operands[1].base.name] + operands[1].offset
-
-    def run(w):
-        for i, target in enumerate(_items(operands[0])):
-            value = w.machine.parameters[at + i * size : at + (i + 1) * size].view(dtype)
-            kind = DTYPES[target.kind]
-            if signed is not None:
-                value = value.view(signed).astype(np.dtype(f"i{np.dtype(kind).itemsize}"))
-            w.put(target.slot, np.repeat(value.astype(kind), 32))
-
-    return run
 
 
 def st(code, opcode, operands):

@@ -372,7 +372,9 @@ def complete(known, folder, side, wanted, store, jobs):
 
 
 def say(text, stream=None):
-    print(text, file=stream, flush=True)
+    stream = stream or sys.stdout
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 # -- the command

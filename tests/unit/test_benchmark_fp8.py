@@ -1,21 +1,18 @@
 """The benchmark of FP8 training: its code runs on a CPU, its figures add up, and no part can end a run."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
 from kit import sm90_stand_ins
 from kit.timers import CountingTimer
 
-from benchmarks import demo, shapes
-from benchmarks import page as benchmark_page
+from benchmarks import shapes
 from benchmarks.ceiling import Ceiling
 from benchmarks.fp8 import layers, page, products, quantize, run, unfused
 from benchmarks.peers import unfused_fp8
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
-from fusedmoe.commands.demo.options import job_of
 from fusedmoe.ops.state import weight_cache
 
 CPU = torch.device("cpu")
@@ -133,25 +130,3 @@ def test_a_whole_run_writes_its_file(tmp_path, monkeypatch):
     text = page.filled(EMPTY, found)
     assert page.filled(text, found) == text != EMPTY
     assert page.filled(text, None) == EMPTY
-
-
-def of_seed(seed, bits, steps=4):
-    """A comparison as `benchmarks.demo` writes it: FP8 is worse by 1 % with seed 0, and as good with 1."""
-    runs = [
-        {"recipe": name, "held_out_bits_per_byte": bits * factor, "gap_percent": (factor - 1) * 100}
-        for name, factor in (("bf16", 1.0), ("fp8_block", 1.01 - 0.01 * seed))
-    ]
-    job = asdict(job_of({"device": "cpu", "steps": steps, "seed": seed}))
-    head = {"machine": "a machine", "versions": {"torch": "2"}, "baseline": "bf16", "bigram_bits_per_byte": 3.0}
-    return head | {"runs": runs, "job": job}
-
-
-def test_losses_in_training_are_shown_by_seed(tmp_path):
-    for name, compared in (("-seed-1", of_seed(1, 1.25)), ("", of_seed(0, 1.5))):
-        (tmp_path / f"fp8-nvidia-h200{name}.json").write_text(json.dumps(compared))
-    compared = benchmark_page.load_seeds(tmp_path)
-    text = demo.section(compared)
-    assert "| `fp8_block` | 1.515 | 1.250 | +1.00, +0.00 % | +0.50 % |" in text
-    assert "The largest gap of a seed is +1.00 %. Between seeds, `bf16` itself differs by up to 20.00 %." in text
-    with pytest.raises(ValueError, match="different jobs"):
-        demo.section([compared[0], of_seed(1, 1.25, steps=5)])
