@@ -6,7 +6,8 @@ GPU (`ex2.approx`, `rcp.approx`) are those of NumPy, so results may differ by a 
 
 import numpy as np
 
-U2, U4, U8 = np.uint16, np.uint32, np.uint64
+from emulator.registers import U2, U4, U8
+
 S2, S4, S8 = np.int16, np.int32, np.int64
 F2, F4, F8 = np.float16, np.float32, np.float64
 VIEWS = {

@@ -8,6 +8,7 @@ The launches of a process run with different seeds and speeds of the asynchronou
 
 import os
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -22,23 +23,13 @@ SMS = 4
 EAGERNESS = (0.3, 0.0, 1.0)  # see machine
 
 
-class Counters:
-    """`launch.TileCounters` without streams."""
-
-    def __init__(self):
-        self.counter = torch.zeros(1, dtype=torch.int32)
-
-    def get(self):
-        return self.counter, 1
-
-
 class EmulatedGpu:
     """Compiles kernels at their first use, and runs their launches."""
 
     def __init__(self, seed=0):
         self.seed = seed
         self.launches = 0
-        self.counters = Counters()
+        self.counter = torch.zeros(1, dtype=torch.int32)
         self.hosts = {}  # with the programs of their launches, by kernel
 
     def load(self, kernel):
@@ -62,7 +53,7 @@ class EmulatedGpu:
             try:
                 host(launched, *arguments)
             except BaseException:
-                self.counters.counter.zero_()  # as a launch leaves it that ends
+                self.counter.zero_()  # as a launch leaves it that ends
                 raise
 
         return run
@@ -81,12 +72,13 @@ def emulated(seed=None):
     The seed is that of EMULATE_GPU, or 0, if none is given.
     """
     gpu = EmulatedGpu(int(os.environ.get("EMULATE_GPU", "0")) if seed is None else seed)
+    counters = SimpleNamespace(get=lambda: (gpu.counter, 1))
     with ExitStack() as stack:
         for target, name, value in (
             (compiler, "_state", compiler._State({}, {}, set())),
             (compiler, "_load", gpu.load),
             (launch, "sm_count", lambda device: SMS),
-            (launch, "_tile_counters", {torch.device("cpu"): gpu.counters}),
+            (launch, "_tile_counters", {torch.device("cpu"): counters}),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
         ):
             stack.enter_context(patch.object(target, name, value))

@@ -4,7 +4,6 @@ Each function returns a function of the warp, or a `Result`. Instructions that r
 `asynchronous`.
 """
 
-from dataclasses import replace
 from operator import itemgetter
 
 import numpy as np
@@ -25,7 +24,7 @@ def compiled(code, instruction):
     """Return an instruction's `Result`."""
     opcode = instruction.opcode
     if instruction.guard is not None:
-        return predicated(compiled(code, replace(instruction, guard=None)), *instruction.guard)
+        return predicated(compiled(code, instruction._replace(guard=None)), *instruction.guard)
     run = elementwise(code, instruction)
     if run is not None:
         return Result(run)

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 REGISTER = re.compile(r"%(p|rs|rd|r)(\d+)")
 ENTRY = re.compile(r"\.entry (\S+?)\((.*?)\)[^{]*\{\n", re.DOTALL)
@@ -14,57 +15,48 @@ SIZES = {"b8": 1, "u8": 1, "s8": 1, "u16": 2, "u32": 4, "s32": 4, "b32": 4, "f32
 NUMBER = re.compile(r"-?(0x[0-9A-Fa-f]+|\d+)U?$")
 
 
-@dataclass(frozen=True)
-class Register:
+class Register(NamedTuple):
     slot: int
     kind: str  # "p": predicate; "rs", "r", "rd": 16, 32, 64 bits
 
 
-@dataclass(frozen=True)
-class Number:
+class Number(NamedTuple):
     bits: int  # may be negative
 
 
-@dataclass(frozen=True)
-class Special:
+class Special(NamedTuple):
     name: str  # such as tid.x
 
 
-@dataclass(frozen=True)
-class Symbol:
+class Symbol(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True)
-class Vector:
+class Vector(NamedTuple):
     items: tuple
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     base: object  # Register or Symbol
     offset: int
     coordinates: tuple | None = None
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Two results, `value|predicate`."""
 
     first: object
     second: object
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     opcode: str
     operands: tuple
     guard: tuple[Register, bool] | None  # the predicate, and whether it is negated
     line: int
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     name: str
     size: int
 

@@ -1,8 +1,4 @@
-"""The table of kernels whose machine code is checked: a covering few for every run, and all others.
-
-Products: tiles of ragged M and of ragged K; both majors of a weight; halves, and gate and up in turns; rows that are
-gathered; spills; each operand with scales. Kernels of rows: each class, and what needs the most registers.
-"""
+"""The table of kernels whose machine code is checked: a covering few for every run, and all others."""
 
 from dataclasses import replace
 from itertools import product

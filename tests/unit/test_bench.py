@@ -40,9 +40,6 @@ def rows_of(w, *peers):
     return measure.measure(w, CountingTimer(), peers)
 
 
-# -- the same work
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", ["ours", "torch_grouped", "torch_loop"])
 def test_every_candidate_computes_the_layer(name, activation):
@@ -70,9 +67,6 @@ def test_other_choices_of_experts_are_counted_and_are_no_error(monkeypatch):
     assert rerouted == sum(a.tolist() != b.tolist() for a, b in zip(chosen, exact, strict=True))
     assert 0 < rerouted < 40
     assert max(errors.values()) < 0.02, "the weights of the chosen experts are rounded with their logits"
-
-
-# -- what is wrong is not timed
 
 
 @pytest.mark.parametrize(
@@ -111,9 +105,6 @@ def test_weights_are_quantized_in_every_call():
     torch.testing.assert_close(candidate.forward(), 2 * before)
 
 
-# -- peers
-
-
 def test_an_exception_of_a_peer_is_its_note():
     def raises(w):
         raise RuntimeError("no such tile\nand more of it")
@@ -130,9 +121,6 @@ def test_an_exception_of_a_peer_is_its_note():
     assert step.tflops == pytest.approx(3 * loop.tflops)
     line = next(line for line in measure.lines(rows) if "torch loop" in line)
     assert line.split()[2:7] == ["2.000", "1.500", "to", "2.500", "2.00x"]
-
-
-# -- the command
 
 
 def test_the_command_says_what_was_measured_on_what(capsys):

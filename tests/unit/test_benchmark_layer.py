@@ -8,10 +8,9 @@ import pytest
 import torch
 from kit.timers import CountingTimer
 
-from benchmarks import dense, launches, layer, layer_page, layer_run, page, parts, router
+from benchmarks import dense, layer, layer_page, layer_run, page, parts, router
 from benchmarks.ceiling import Ceiling
 from benchmarks.gpu import Settings
-from benchmarks.launches import Launch
 from benchmarks.parts import Variant
 from benchmarks.peers.sonic import SONIC
 from benchmarks.shapes import Shape
@@ -67,21 +66,6 @@ def test_a_whole_run_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys)
     assert "| tiny | 1.00 | 3.00 | 2.00 | 4.00 | 3.00 | 2.00 | 4.00 |" in text
     assert "| *geometric mean* |  |  |  |  | 3.00 | 2.00 | 4.00 |" in text
     assert "| forward + backward | fusedmoe | 1.000 | 2.00 | 3.00 | 10 |" in text
-
-
-def test_the_gpu_is_idle_in_the_gaps_only():
-    found = launches.summary(
-        [
-            Launch("nvjet", 100.0, 10.0),
-            Launch("elementwise", 105.0, 2.0),  # inside the first, on another stream
-            Launch("nvjet", 108.0, 7.0),
-            Launch("elementwise", 120.0, 5.0),
-        ]
-    )
-    assert (found["launches"], found["busy_us"], found["idle_us"]) == (4, 20.0, 5.0)
-    assert found["groups_us"] == {"router": 0, "products": 17, "sums over slots": 0, "gathers": 0, "other": 7}
-    assert found["kernels"][0] == {"name": "nvjet", "count": 2, "us": 17.0}
-    assert launches.summary([])["idle_us"] == 0
 
 
 def test_a_wrong_part_is_named_and_not_timed():

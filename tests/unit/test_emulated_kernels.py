@@ -1,8 +1,4 @@
-"""The Hopper kernels compute what they should: their machine code, as PTX, on the emulator.
-
-Each kind of kernel, with the problems of tests/gpu. CONTRIBUTING.md states which of those tests run on the emulator
-too. `make test` runs a covering few, and `make test-emulator` all.
-"""
+"""The PTX of the Hopper kernels on the emulator: `make test` runs a covering few, and `make test-emulator` all."""
 
 import shutil
 from copy import deepcopy
@@ -87,7 +83,7 @@ def test_products(family, config, settings, tiles, gpu):
     launches = gpu.launches
     FAMILIES[family](**SMALL, n=128, k=144, **settings).check()
     assert gpu.launches > launches
-    assert not gpu.counters.counter.any(), "a kernel leaves its tile counter zero"
+    assert not gpu.counter.any(), "a kernel leaves its tile counter zero"
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
@@ -118,7 +114,7 @@ def test_weight_gradients_of_fp8_codes_beside_a_sum(monkeypatch, gpu):
     assert torch.equal(run(*operands), case.want[0].to(BF16))
     assert gpu.launches == launches + 1
     assert [kernel.symbol for kernel in gpu.hosts if kernel.symbol.endswith("_beside")]
-    assert not gpu.counters.counter.any()
+    assert not gpu.counter.any()
 
 
 @pytest.mark.slow

@@ -1,8 +1,4 @@
-"""The emulator finds the mistakes that it is there for: small programs in PTX, right and wrong.
-
-Results of instructions are checked by the kernels that use them (test_emulated_kernels.py): here are those of which a
-mistake might stay unseen there.
-"""
+"""The emulator finds the mistakes that it is there for: small programs in PTX, right and wrong."""
 
 import struct
 

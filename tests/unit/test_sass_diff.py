@@ -108,9 +108,6 @@ def test_the_store(tmp_path):
     assert sass_diff.kept_keys(tmp_path, "tree", "sm_90a") == {"k": "key", "removed": None, "new": None}
 
 
-# -- two trees
-
-
 SHIPPED = '''
 from cutlass import Float32, cute
 

@@ -41,9 +41,6 @@ def one_case(monkeypatch):
     monkeypatch.setattr(worker, "SCHEDULES", ("dynamic",))
 
 
-# ---- the kernels that are reached -----------------------------------------------------------------------------------
-
-
 def symbols_of(subjects, monkeypatch):
     """The kernels that are launched, by functions that do nothing. Weights and tokens have no values."""
     seen = set()
@@ -79,9 +76,6 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
     expected = {kernel.symbol for kernel in shipped("sm_90a")}
     expected.remove("sm90_route_int64_fp32_128_chunked")  # `Route` is compiled for numbers of experts
     assert expected - symbols_of(map(smaller, SUBJECTS), monkeypatch) == set()
-
-
-# ---- launches of functions in plain Python --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,9 +202,6 @@ def test_the_first_call_of_a_layer_is_compared_with_pytorch():
     assert problems == ["y: relative error 1 of an expert, bound 0.25"]
 
 
-# ---- the process that waits -----------------------------------------------------------------------------------------
-
-
 def hanging(request, connection):
     """Hangs in one kernel, dies in the next one, and then finishes the others."""
     for symbol in request.calls:
@@ -243,9 +234,6 @@ def test_a_process_that_hangs_or_dies_is_an_error_with_the_kernels_name():
     assert found.calls == {"toy_before": 24, "toy_after": 24}  # each once
     assert found.not_reached() == ["toy_hangs: not reached", "toy_dies: not reached"]
     assert not found.passed
-
-
-# ---- the command ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
