@@ -70,7 +70,7 @@ def test_a_run_into_a_pipe_is_plain_text_and_leaves_its_files(tmp_path):
     path = os.pathsep.join(filter(None, [PACKAGE_PARENT, os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "fusedmoe", "demo", *TINY, "--steps", "5"]
     ran = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, encoding="utf-8", capture_output=True, timeout=120
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, encoding="utf-8", capture_output=True, timeout=300
     )
     out = ran.stdout
     assert (ran.returncode, ran.stderr) == (0, "")
