@@ -287,6 +287,18 @@ def test_a_frozen_transposed_weight_in_a_graph(frozen):
     assert torch.equal(trained.grad, wanted)
 
 
+def test_an_own_parameter_of_a_layer_with_the_attribute():
+    chain, batches = small(), micro_batches(2)
+    expected = want(chain, batches)
+    for layer in (chain[0], chain[3]):
+        layer.weight = torch.nn.Parameter(layer.weight.detach().mT.contiguous().mT)
+        layer.transposed_grad = True
+    backward(chain, *batches)
+    for weight, total in zip(weights_of(chain), expected, strict=True):
+        assert weight.grad.mT.is_contiguous()
+        near(weight.grad, total)
+
+
 # ---- code that sees or changes a gradient before autograd adds it ----------------------------------------------------
 
 

@@ -311,15 +311,6 @@ def test_an_unreadable_stamp(text, stamp):
     assert reason.endswith(f"): {VERIFY}")
 
 
-def test_a_plan_for_a_machine_that_is_absent(stamp, monkeypatch):
-    """It assumes a verified machine, and says so."""
-    monkeypatch.setattr(ARCH_OF, lambda device: None)
-    with fm.recipe("mxfp8"):
-        found = experts().explain(tokens(), arch=100, **inputs())
-    assert used(found.plans[0]) == {*ALL, QUANTIZE_WEIGHT}
-    assert f"not available on this machine, but assumed: not verified on this machine: {VERIFY}" in str(found)
-
-
 # ---- rules that let torch compute bf16 products; the kernel of the tail is a stand-in
 
 MM, MM_DGRAD = "sm100.grouped_mm", "sm100.grouped_mm_dgrad"

@@ -560,6 +560,7 @@ def test_weight_gradients_are_added_to_main_grad_unrounded(make, recipe):
         accumulating(chain, 1.0)
         with fm.strict():
             assert_close(outcome(chain, x, **named), expected, 0.015 if recipe == "bf16" else 0.06)
+        assert not only_plan(chain, x, **named).unfused
     assert "0.weight" not in expected
     launched = [what for name, what in calls if name.endswith("wgrad")]
     assert [(what["accumulate"], what["dtype"]) for what in launched] == [(True, torch.float32)] * 2
