@@ -168,6 +168,7 @@ def test_a_recomputed_call_counts_once(four, size):
     ({"engine": "ring"}, r"engine: expected one of 'auto', 'allgather', 'alltoall', 'symmetric', got 'ring'"),
     ({"capacity": 0}, "capacity: expected a positive number or None, got 0"),
     ({"overflow": "clip"}, "overflow: expected one of 'raise', 'rerun', 'drop', got 'clip'"),
+    ({"combine_dtype": torch.float16}, r"combine_dtype: expected torch.float32 or None, got torch.float16"),
     ({"dispatch_dtype": torch.int8}, r"dispatch_dtype: expected torch.float8_e4m3fn or None, got torch.int8"),
 ])  # fmt: skip
 @pytest.mark.usefixtures("mesh")

@@ -115,6 +115,8 @@ def test_a_recipe_of_the_override(titan):
     assert not torch.equal(plain(x, SPLITS), want)
     with fm.recipe("fp8_block"):
         assert torch.equal(quantized(x, SPLITS), want)
+    config = titan.ours.experts(stock_config(titan, "GroupedExperts"), recipe="mxfp8")
+    assert titan.ours.experts(config) is config
 
 
 @pytest.mark.parametrize(("kind", "dtype", "kept"), [

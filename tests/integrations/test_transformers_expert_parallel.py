@@ -24,7 +24,6 @@ SIZES = {
 }  # fmt: skip
 FAMILIES = {
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(num_experts=8, **SIZES),
-    "mixtral": lambda: transformers.MixtralConfig(num_local_experts=8, **SIZES),
     "gpt_oss": lambda: transformers.GptOssConfig(num_local_experts=8, layer_types=["full_attention"] * 2, **SIZES),
 }
 if hasattr(DistributedConfig, "ep_size"):
