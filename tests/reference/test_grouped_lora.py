@@ -208,6 +208,7 @@ def test_state_dict_has_the_names_of_peft_and_loads_the_bare_layers():
     assert sorted(op.state_dict()) == names
     other.load_state_dict(op.state_dict())
     assert torch.equal(other(x, splits=SPLITS), op(x, splits=SPLITS))
+    assert op[1] is op.base_layer
     assert [*op[:2].state_dict()] == ["lora_A.weight", "base_layer.weight", "base_layer.bias"]
     bare = fm.Sequential(fm.GroupedLinear(E, K, N, bias=True, dtype=F64)).state_dict()
     chain = fm.Sequential(other)

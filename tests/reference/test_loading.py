@@ -160,6 +160,7 @@ def refusals():
         "meta": (ours, good | {"down": meta}, "down: .*with contents"),
         "meta layer": (layer(device="meta"), good, "layer: .*meta device"),
         "no layer": (None, linears(w), "layer: .*NoneType"),
+        "one product": (fm.Sequential(fm.GroupedLinear(E, 4, 4)), linears(w), "layer: .*GroupedLinear"),
         "router of experts": (ours.experts, good, "router: expected none"),
         "no gate": (chain, linears(w), "expected up without gate"),
     }
