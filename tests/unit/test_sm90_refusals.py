@@ -172,6 +172,9 @@ DECLINED = [  # id, chain, settings, reason of each rule, whether `strict` misse
     ("1025 experts", lambda: routed(num_experts=1025, hidden=8, width=8), {"num_experts": 1025},
      both("1025 experts, over 1024", "dispatch"), True),
     ("router, odd features", lambda: router(36), {"features": 36}, both(WIDTH.format("hidden 36"), "router"), True),
+    ("router, 513 experts", lambda: router(8, 513), {"features": 8}, both("513 experts, over 512", "router"), True),
+    ("router, 64 groups", lambda: router(num_experts=64, num_groups=64, top_groups=63), {"features": H},
+     both("2 chosen experts, 64 groups: expected at most 32 of each", "router"), True),
     ("router in fp16", lambda: router(dtype=FP16), {"features": H},
      both("the router's weight is float16: expected bfloat16 or float32", "router"), True),
     ("fp8, odd features", lambda: experts(SQUARED, hidden=40), FP8, {
