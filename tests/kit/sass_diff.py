@@ -3,14 +3,11 @@
     make sass-diff BASE=main ARGS='--only sm90_ragged_k_*'
 
 A change that only restructures kernels needs no run on a GPU if this tool finds no difference. The exit status is 0
-without a difference, 1 with one, and 2 if the comparison was not possible. Kernels of the same architecture and symbol
-are compared by:
+without a difference, 1 with one, and 2 if the comparison was not possible.
 
-- the encodings of all instructions, with scheduling control bits. They contain no names, and branches are relative;
-- the other sections of the cubin, without symbol tables and debug information, and with numbers instead of the names of
-  functions: constants, shared memory, relocations, and the attributes of a launch, such as registers and the stack;
-- the host code of the launch, which determines the grid, the cluster, shared memory and the tensor maps. It is compared
-  as the CuTe DSL traces it (MLIR), without the checks of arguments. So equivalent host code may be reported.
+Compared are the instructions of a kernel with their scheduling control bits, the other sections of its cubin, such as
+constants and the attributes of a launch, and the host code that launches it, as the CuTe DSL traces it (MLIR). So
+equivalent host code may be reported. The names of functions do not matter.
 
 Both sides are trees of git: ``BASE:fusedmoe``, and the tree of the files that git tracks or would add now. Each is
 extracted, and compiled in processes that import it.

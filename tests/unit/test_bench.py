@@ -167,6 +167,7 @@ def test_an_error_that_is_not_of_memory_is_raised(monkeypatch):
         ([*ARGUMENTS, "--hidden", str(1 << 44), "--device", "cpu"], "do not fit into the memory"),
         ([*ARGUMENTS, "--hidden", str(1 << 63), "--device", "cpu"], "do not fit into the memory"),
         ([*ARGUMENTS, "--tokens", "0"], "--tokens 0: must be 1 or more"),
+        ([*ARGUMENTS, "--reps", "0"], "--reps 0: must be 1 or more"),
         ([*ARGUMENTS, "--device", "cuda"], "torch sees no GPU"),
     ],
 )

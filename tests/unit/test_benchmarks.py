@@ -1,8 +1,10 @@
 """The benchmarks run, their references are right, and no peer can end a run."""
 
+import functools
 import json
 import math
 import statistics
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,23 +14,38 @@ from kit.timers import CountingTimer
 
 from benchmarks import (
     cases,
+    dense,
     gpu,
     host,
     host_trees,
     kernels,
+    layer,
+    layer_page,
+    layer_run,
     mlp,
+    page,
+    parts,
     plot,
     recipes,
     reference,
+    router,
     shapes,
 )
 from benchmarks.cases import Candidate, Case, Row
 from benchmarks.ceiling import Ceiling
+from benchmarks.fp8 import layers, products, quantize, run, unfused
+from benchmarks.fp8 import page as fp8_page
+from benchmarks.parts import Variant
+from benchmarks.peers import unfused_fp8
 from benchmarks.peers.ours import Ours
 from benchmarks.peers.plain import TorchEager
+from benchmarks.peers.sonic import SONIC
 from benchmarks.problem import Problem
 from benchmarks.shapes import Shape
+from fusedmoe.commands.bench import layer as bench_layer
+from fusedmoe.commands.bench.layer import OURS, Peer, Sizes
 from fusedmoe.numerics.recipes import RECIPES
+from fusedmoe.ops.state import weight_cache
 
 CPU = torch.device("cpu")
 TOP = Ceiling(tflops=800.0, copy_tb_s=3.0)
@@ -171,16 +188,188 @@ def test_the_interval_that_contains_the_median():
     assert statistics.mean(high - low for low, high in found) < 0.4
 
 
-def test_trees_take_turns_and_the_ratio_is_of_this_tree(tmp_path, monkeypatch):
-    turns = []
+# -- FP8 training
 
-    class Tree(SimpleNamespace):
-        def time_us(self, case):
-            turns.append(self.folder == tmp_path)
-            return 20.0 if self.folder == tmp_path else 10.0
+LAYER, ROWS = Shape("a layer", 96, 128, 128, 4, 2), Shape("experts alone", 160, 128, 128, 3, 1)
+PARTS = ("accuracy", "training", "speed", "memory")
+EMPTY = "".join(f"<!-- {name}: from a file -->\n<!-- end of {name} -->\n" for name in PARTS)
+TIMERS = run.Timers(CountingTimer(), CountingTimer(), CountingTimer())
 
-    monkeypatch.setattr(host_trees, "Tree", lambda folder, *_: Tree(folder=folder, cases=["a case"], stop=lambda: None))
-    (record,) = host_trees.compare(tmp_path, "cpu", rounds=4, repeats=1)
-    assert (record["base_us"], record["us"], record["ratio"], record["interval"]) == (20, 10, 0.5, [0.5, 0.5])
-    assert [sum(turns[i : i + 4]) for i in range(0, 16, 4)] == [2] * 4, "each round times both trees twice"
-    assert [sum(turns[i::4]) for i in range(4)] == [2] * 4, "neither tree has a fixed place in a round"
+
+def fp8_problem(shape=ROWS):
+    return Problem(shape, shapes.splits(shape.rows, shape.experts, "empty"), CPU)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    """The kernels in plain PyTorch; nothing is compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    sm90_stand_ins.install(monkeypatch.setattr)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_quantize_kernels_have_times_and_bytes():
+    rows = {(row["kernel"], row["shape"]): row for row in quantize.measure(fp8_problem(LAYER), CountingTimer(), TOP)}
+    assert len(rows) == 3 * 2 + 2 + 2
+    assert all(0 < row["error"] < 0.04 and not row["note"] for row in rows.values())
+    both = rows["gathered rows and columns", (192, 128)]
+    padded = (192 // 128 + 4) * 128
+    assert both["read_bytes"] == 192 * 128 * 2 + 192 * 4
+    assert both["written_bytes"] == 192 * 128 + 192 * 4 + 128 * padded + 128 * padded // 128 * 4
+    assert both["tb_s"] == pytest.approx((both["read_bytes"] + both["written_bytes"]) / (both["ms"] * 1e-3) / 1e12)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_products_alternate_and_are_checked():
+    rows = products.measure(fp8_problem(), CountingTimer(), by_expert=True)
+    for name, count, ms, least, most in (
+        ("bf16", len(products.PRODUCTS), 1, 0, 0.006),
+        ("fp8", len(products.PRODUCTS), 2, 0.006, 0.06),
+        (products.BY_EXPERT, 3, 3, 0.01, 0.07),
+    ):
+        found = [row for row in rows if row["format"] == name]
+        assert len(found) == count
+        for row in found:
+            assert (row["note"], row["ms"], row["speedup"]) == ("", ms, pytest.approx(1 / ms))
+            assert least < row["error"] < most
+    assert rows[0]["tflops"] == pytest.approx(2 * 160 * 128 * 256 / 1e-3 / 1e12)
+
+
+@pytest.mark.usefixtures("builtin_rules")
+def test_a_layer_has_rows_errors_and_a_plan():
+    shape = ROWS
+    entry = layers.measure(shape, CountingTimer(), CountingTimer(), CPU)
+    assert len(entry["rows"]) == len(layers.CASES) * len(layers.RECIPES)
+    for n, row in enumerate(entry["rows"]):
+        assert row["ms"] == (n % 3 + 1) / (8 if row["case"] == layers.ACCUMULATED else 1)
+        assert (row["speedup"], row["note"]) == (pytest.approx(1 / (n % 3 + 1)), "")
+    assert entry["rows"][0]["tflops"] == pytest.approx(6 * shape.rows * 128 * 128 / 1e-3 / 1e12)
+    for recipe, found in entry["recipes"].items():
+        assert set(found["errors"]) == {"y", "x", "weight1", "weight2", "probs"}
+        assert found["unfused"] == []
+        least, most = (0, 0.01) if recipe == "bf16" else (0.01, 0.2)
+        assert all(least < error < most for error in found["errors"].values())
+    assert layers.speedups([entry])[layers.STEP] == {"fp8_block": 0.5, "fp8_block:wgrad=bf16": pytest.approx(1 / 3)}
+
+
+@pytest.mark.parametrize("shape", [LAYER, ROWS], ids=lambda shape: shape.name)
+def test_weights_are_quantized_in_every_step_or_once_per_micro_batches(shape, monkeypatch):
+    counted, keep = [], weight_cache.keep
+    monkeypatch.setattr(weight_cache, "keep", lambda *of, **how: counted.append(of[0]) or keep(*of, **how))
+    operands = (layers.of_layer if shape is LAYER else layers.of_rows)(shape, CPU)
+    for recipe in (*layers.RECIPES[1:], layers.BY_EXPERT[0]):
+        subject, accumulating = operands.subject(), operands.subject(accumulates=True)
+        for case, of_case, quantized in (
+            (layers.FORWARD, subject, 2),
+            (layers.STEP, subject, 2),
+            (layers.ACCUMULATED, accumulating, 2),
+            (layers.CACHED_FORWARD, accumulating, 0),
+        ):
+            call = layers.call_of(case, of_case, recipe)
+            for _ in range(2):
+                counted.clear()
+                call()
+                assert len(counted) == quantized, case
+
+
+def test_micro_batches_add_up_in_main_grad():
+    operands = layers.of_rows(ROWS, CPU)
+    subject, accumulating = operands.subject(), operands.subject(accumulates=True)
+    *_, dw1, dw2 = layers.call_of(layers.STEP, subject, "bf16")()
+    with_main_grad = layers.call_of(layers.ACCUMULATED, accumulating, "bf16")()
+    assert len(with_main_grad) == 2, "the gradients of the rows and of their scale"
+    for name, dw in (("weight1", dw1), ("weight2", dw2)):
+        torch.testing.assert_close(operands.main_grads[name], 8 * dw.float(), rtol=0.01, atol=1e-5)
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_a_whole_run_of_fp8_writes_its_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
+    monkeypatch.setattr(unfused, "peers", lambda: (unfused.UnderRecipe("fp8_block"), unfused_fp8.UnfusedFp8()))
+    clamped = Shape("clamped", 64, 32, 16, 8, 2, "clamped_swiglu")
+    chosen = run.Chosen([LAYER], [ROWS], [ROWS], [ROWS, clamped], [LAYER], tensor=["experts alone"])
+    file = run.run(chosen, TIMERS, TOP, CPU, tmp_path, reps=3)
+    found = json.loads(file.read_text())
+    assert file.name == "fp8.json"
+    assert (found["commit"], found["failed"]) == ("abc123", {})
+    assert found["left_out"] == {"clamped": "clamped_swiglu with biases is not measured"}
+    measured = {entry["name"]: {row["recipe"] for row in entry["rows"]} for entry in found["layers"]}
+    assert measured == {"experts alone": {*layers.RECIPES, *layers.BY_EXPERT}, "a layer": {*layers.RECIPES}}
+    peers = {row["peer"] for row in found["unfused"][0]["rows"]}
+    assert peers == {"fusedmoe, fp8_block", "torch FP8 by rows, compiled"}
+    assert found["speedups"][layers.STEP]["fp8_block"] == 0.5
+    text = fp8_page.filled(EMPTY, found)
+    assert fp8_page.filled(text, found) == text != EMPTY
+    assert fp8_page.filled(text, None) == EMPTY
+
+
+# -- the whole layer, its router and a dense MLP
+
+TINY = Shape("tiny", 64, 32, 16, 8, 2)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A run on a CPU, in which torch is SonicMoE; the parts of the layer have few features."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    sonic = [Peer(name, bench_layer.torch_grouped) for name in (SONIC.name, "SonicMoE tuned")]
+    peers = layer.OURS_PEER, *sonic, layer.COMPILED._replace(devices=("cpu",))
+    monkeypatch.setattr(layer, "candidates", lambda tuned: peers)
+    of_router = functools.partial(router.measure, sizes=Sizes(32, 16, 8, 2, 64))
+    of_dense = functools.partial(dense.measure, sizes=dense.DenseSizes(64, 32, 16))
+    monkeypatch.setattr(layer_run, "PARTS", {"router": of_router, "dense": of_dense})
+
+
+@pytest.mark.usefixtures("small")
+def test_a_whole_run_of_the_layer_writes_its_file_and_its_page(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMOE_COMMIT", "abc123")
+    clamped = Shape("clamped", 64, 32, 16, 8, 2, "clamped_swiglu")
+    settings = gpu.Settings((), (TINY, clamped), "uniform", CPU, tmp_path, tune_peers=True, reps=3)
+    file = layer_run.run(settings, CountingTimer(), TOP)
+    assert file.name == "layer.json"
+    found = json.loads(file.read_text())
+    (shape,) = found["shapes"]
+    names = [OURS, "SonicMoE", "SonicMoE tuned", layer.COMPILED.name]
+    assert [(row["case"], row["name"], row["ms"]) for row in shape["rows"]] == [
+        (case, name, n)
+        for case in ("inference", "forward", "forward + backward")
+        for n, name in enumerate(names, start=1)
+    ]
+    for name in (*names, layer.UNFUSED):
+        assert set(shape["errors"][name]) == set(layer_page.ERRORS)
+        assert all(0 < error < 0.03 for error in shape["errors"][name].values()), name
+        assert 0 <= shape["rerouted"][name] <= TINY.tokens
+    for part in ("router", "dense"):
+        assert all(0 < error < 0.03 for row in found[part]["rows"] for error in (row["errors"] or {}).values())
+    assert found["router"]["rows"][-1]["name"] == router.IN_LAYER
+    assert found["router"]["rows"][-1]["ms"] == -1, "the layer was given 1 ms, its experts 2 ms"
+    assert {row["name"] for row in found["dense"]["rows"]} == {OURS, dense.ONE_LINEAR, dense.TWO_LINEARS}
+
+    printed = capsys.readouterr().out
+    assert "clamped: left out, SonicMoE cannot run it" in printed
+    assert "time, forward: SonicMoE tuned / fusedmoe = 3.00 (least 3.00: tiny 3.00)" in printed
+    text = page.render(tmp_path, file.parent)
+    assert "| tiny | 1.00 | 3.00 | 2.00 | 4.00 | 3.00 | 2.00 | 4.00 |" in text
+    assert "| *geometric mean* |  |  |  |  | 3.00 | 2.00 | 4.00 |" in text
+    assert "| forward + backward | fusedmoe | 1.000 | 2.00 | 3.00 | 10 |" in text
+
+
+def test_a_wrong_part_is_named_and_not_timed():
+    x = torch.randn(4, 3, requires_grad=True)
+
+    def variant(factor):
+        def exact():
+            return x.detach().double() * factor, torch.full((4, 3), factor, dtype=torch.float64)
+
+        return Variant(lambda: x * 2, {"x": x}, torch.ones(4, 3), exact)
+
+    def nan():
+        return replace(variant(2), grad_output=torch.full((4, 3), torch.nan))
+
+    makers = {"right": lambda: variant(2), "wrong": lambda: variant(3), "absent": lambda: 1 / 0, "nan": nan}
+    rows = parts.compare(makers, CountingTimer(), CPU)
+    assert [row.ms for row in rows] == [1, None, None, None] * 2
+    assert rows[1].note == "wrong: relative error 0.33"
+    assert rows[2].note == "ZeroDivisionError: division by zero"
+    assert rows[3].note == "wrong: relative error inf", "a gradient of NaN next to a right output"
+    assert rows[0].errors == {"output": 0.0, "x": 0.0}

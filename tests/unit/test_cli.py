@@ -50,6 +50,7 @@ def test_help(capsys, arguments, said):
     ("arguments", "said"),
     [
         ("", "COMMAND"),
+        ("train", "unknown command train: expected one of doctor, demo, "),
         ("explian --strict", "unknown command explian (did you mean explain?)"),
         ("doctor --jsn", "fusedmoe doctor: error: unknown option --jsn (did you mean --json?)"),
         ("demo rubbish", "unknown argument rubbish; `fusedmoe demo --help` lists the options"),

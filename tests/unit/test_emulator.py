@@ -5,7 +5,7 @@ import struct
 import pytest
 import torch
 from emulator import ptx
-from emulator.barriers import EmulationError, MBarrier
+from emulator.barriers import EmulationError
 from emulator.machine import Launch, Machine
 
 PROGRAM = """
@@ -143,19 +143,6 @@ $L_end:
         assert out.tolist() == [*range(32, 64), *[-1] * 32]
     with pytest.raises(EmulationError, match=r"no warp can go on:\nCTA \(0, 0, 0\), warp 0: lanes 0xffffffff at line"):
         run(body.replace("bar.arrive \t2", "bar.arrive \t3"), ints(64), threads=64)
-
-
-def test_an_mbarrier_counts_arrivals_and_bytes():
-    barrier = MBarrier(2)
-    barrier.expect(16)
-    barrier.arrive()
-    barrier.receive(16)
-    assert not barrier.passed(0)
-    barrier.arrive()
-    assert barrier.passed(0)
-    assert not barrier.passed(1)
-    with pytest.raises(EmulationError, match="more than 2 arrivals"):
-        barrier.arrive(3)
 
 
 # ---- copies

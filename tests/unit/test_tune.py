@@ -68,16 +68,12 @@ def test_winners_are_kept_and_chosen_by_later_processes(table, capsys, monkeypat
     total = sum(len(candidates(problem)) for problem in problems())
     assert f"{total}/{total} configurations, " in captured.err
     content = json.loads(table.read_text())
-    assert content["format"] == 2
-    assert len(content["gpus"][GPU.name]) == len({problem.coarse for problem in problems()}) == 10
-    assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
-
-
-def test_other_gpus_are_not_touched(monkeypatch):
-    tune()
+    monkeypatch.setattr(choice, "MEASURED", {})
     monkeypatch.setattr(tuned, "gpu_name", lambda: "Another GPU")
     again()
     assert [choose(problem) for problem in problems()] == [by_model(problem) for problem in problems()]
+    assert len(content["gpus"][GPU.name]) == len({problem.coarse for problem in problems()}) == 10
+    assert content["gpus"][GPU.name]["activation/22/1536/11"]["config"] == CANDIDATES["activation"][-1].name
 
 
 def test_tuning_again_replaces_its_entries_and_keeps_the_others(table):
@@ -110,7 +106,7 @@ GPUS = b'{"format": 2, "gpus": {"Some GPU": %s}}'
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\xff", b'{"format": 1, "gpus": {}}', b'{"format": 2}',
+        b"", b"[]", b"\xff", b'{"format": 1, "gpus": {}}', b'{"format": 2}',
         GPUS % b'{"activation/22/1536/11": "128x192pp_c21"}',
         GPUS % (b'{"activation/22/1536/%s": {"config": "a"}}' % (b"9" * 10_000)),
         b'{"format": 2, "gpus": ' + b"[" * 200_000,

@@ -332,6 +332,18 @@ def test_an_error_below_that_of_the_emulation_shows(blackwell, capsys, monkeypat
     assert "`fusedmoe verify` failed or did not finish on this machine" in package.why_unverified()
 
 
+def test_bits_of_atomics_may_differ_in_the_gradient_of_the_scale(blackwell, monkeypatch):
+    plain, factors = grouped.gemm_derivative_quantize, itertools.count(1.0, 1e-6)
+
+    def atomics(*operands):
+        rows, columns, dfactor = plain(*operands)
+        return rows, columns, dfactor * next(factors)
+
+    monkeypatch.setattr(grouped, "gemm_derivative_quantize", atomics)
+    with package.being_verified():
+        assert run_case(MXFP8, SMALL, blackwell, FAST).found.problems == ()
+
+
 def written(**changes):
     package.write_stamp(100, True)
     path = package.stamp_file(100)
