@@ -1,6 +1,6 @@
 # The targets for developers and CI. `make` alone prints the list.
-# demo, test, test-all, test-emulator, sass-diff, lint, format and docs set up a virtual environment in .venv, again
-# after a change of pyproject.toml.
+# demo, test*, sass-diff, lint, format and docs (except test-gpu) set up a virtual environment in .venv, again after a change of
+# pyproject.toml.
 
 PYTHON ?= python3
 TORCH  ?= $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),torch<2.16,torch==2.13.0)
@@ -21,11 +21,11 @@ RUN = $(if $(filter file,$(origin PYTHON)),$(firstword $(wildcard $(BIN)/python)
 QUICK := --ignore=tests/gpu -m "not gpu and not slow" --timeout=300 --numprocesses=auto --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-gpu test-all test-emulator sass-diff soak bench lint format docs clean
+.PHONY: help demo test test-gpu test-all test-emulator test-benchmarks sass-diff soak bench lint format docs clean
 
 help:  ## print this list
 	@echo "make TARGET [ARGS='...'] [PYTHON=python3] [TORCH='torch==2.13.0']"
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(READY)  ## train a small MoE language model, about two minutes on a CPU; ARGS='--steps 50'
 	$(BIN)/fusedmoe demo $(ARGS)
@@ -41,6 +41,9 @@ test-all: $(READY)  ## every test, including slow ones
 
 test-emulator: $(READY)  ## every kind of kernel on the emulator, including slow ones
 	$(BIN)/python -m pytest tests/unit/test_emulat*.py $(ARGS)
+
+test-benchmarks: $(READY)  ## the benchmarks, the soak and the demo, including slow tests
+	$(BIN)/python -m pytest tests/unit/test_bench*.py tests/unit/test_soak.py tests/unit/test_demo.py $(ARGS)
 
 sass-diff: $(READY)  ## compare the machine code of every kernel with a revision's; BASE=main ARGS='--only sm90_ragged_k_*'
 	PYTHONPATH=tests $(BIN)/python -m kit.sass_diff '$(BASE)' $(ARGS)
