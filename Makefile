@@ -33,8 +33,9 @@ demo: $(READY)  ## train a small MoE language model, about two minutes on a CPU;
 test: $(READY)  ## every quick test that needs no GPU; ARGS='-k dispatch'
 	$(BIN)/python -m pytest tests $(QUICK) $(ARGS)
 
-test-gpu:  ## the tests that need an NVIDIA GPU, with the installed packages
+test-gpu:  ## the tests that need an NVIDIA GPU, and fusedmoe verify, with the installed packages
 	$(RUN) -m pytest tests/gpu --results benchmarks/results $(ARGS)
+	$(RUN) -m fusedmoe verify
 
 test-all: $(READY)  ## every test, including slow ones
 	$(BIN)/python -m pytest tests $(ARGS)

@@ -201,6 +201,50 @@ def test_layers_have_the_bits_of_allgather(ranks, tokens, settings):
     ranks.run(layers, TOKENS[tokens], settings, () if settings else OTHERS)
 
 
+def engines(rank):
+    on_device(rank)
+    generator = torch.Generator("cuda").manual_seed(rank)
+    counts = torch.Generator().manual_seed(rank)
+    gather, others = exchange("symmetric").engine, exchange("allgather").engine
+    for step in range(40):
+        rows = 37 * (step % 5) + 3  # the same on both ranks
+        count = rows if step % 2 else int(torch.randint(0, rows + 1, (1,), generator=counts))
+        tensors = [
+            torch.randint(0, 99, (rows, 8), device="cuda", generator=generator, dtype=torch.int32),
+            torch.randn(count, 24, device="cuda", generator=generator).to(BF16),
+        ]
+        known = [[rows, rows], [len(t) for t in _lengths(count)]]
+        for got, want, lengths in zip(gather.gather(tensors, rows), others.gather(tensors, rows), known, strict=True):
+            for r, length in enumerate(lengths):
+                assert torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
+        lent = gather.start_gather(tensors, rows, lend=True)
+        ids, got = lent.wait_all()
+        want_ids, want = others.gather(tensors, rows)
+        for r, length in enumerate(known[1]):
+            assert torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
+        assert torch.equal(ids, want_ids)
+        lent.give_back()
+        parts = torch.randn(2 * rows, 24, device="cuda", generator=generator)
+        more = torch.rand(2 * rows, 5, device="cuda", generator=generator)
+        room = gather.room([parts, more], parts.device)[0]
+        for given in (parts, room.copy_(parts)):
+            for got, want in zip(gather.exchange([given, more]), others.exchange([parts, more]), strict=True):
+                assert_same(got, want)
+            if given is parts:  # an exchange of other tensors: the room is that of the next one no more
+                room = gather.room([parts, more], parts.device)[0]
+    assert gather.buffer_bytes() > 0
+
+
+def _lengths(count):
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+    dist.all_gather(found, torch.tensor([count]))
+    return [range(int(n)) for n in found]
+
+
+def test_exchanges_are_those_of_allgather(ranks):
+    ranks.run(engines)
+
+
 def mixed(rank):
     """One rank with the overlaps, the other without: their exchanges are the same, at the same places in buffers."""
     on_device(rank)

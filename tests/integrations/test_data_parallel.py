@@ -283,3 +283,31 @@ def test_a_collective_that_writes_to_a_weight_is_noticed(ranks, name, gradient):
         assert once > 0
         assert again == once + 1  # by rows, without gradients
         assert kept == again  # nothing has happened since
+
+
+def test_an_overflow_in_fp16_is_skipped_and_training_goes_on():
+    """Under autocast to fp16 a scale of 2**24 overflows in the experts' own gradients: the scaler finds its way."""
+    torch.manual_seed(0)
+    model = nn.Sequential(fm.MoE(H, I, E, 2, shared_intermediate=I), fm.MoE(H, I, E, 2))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, growth_interval=1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(40, H)
+    skipped, losses = 0, []
+    for _ in range(24):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            y = model(x)
+        loss = (y.float() - x.roll(1, -1)).square().sum(-1).mean()
+        scaler.scale(loss).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() < scale:
+            skipped += 1
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters()) == (not losses)
+        else:
+            losses.append(loss.item())
+    assert skipped >= 2
+    assert losses[-1] < losses[0]
+    assert all(p.isfinite().all() and not torch.equal(before[name], p) for name, p in model.named_parameters())

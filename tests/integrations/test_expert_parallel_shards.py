@@ -345,6 +345,29 @@ def test_parameters_that_are_made_or_unfrozen_later(rank):
         assert torch.equal(found[name], expected[name])
 
 
+def into_main_grad(rank):
+    """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
+    layout = Layout("ddp4", rank)
+    ops = [op for op in layout.inner.modules() if isinstance(op, fm.GroupedLinear)]
+    for op in ops:
+        op.accumulate_into_main_grad = True
+        op.weight.main_grad = torch.zeros_like(op.weight)
+        op.weight.grad_added_to_main_grad = False
+    for step in range(2):
+        layout.backward(step)
+    for parameter in ep_of.shards(layout.inner).values():
+        if hasattr(parameter, "main_grad"):
+            parameter.main_grad.div_(SIZE)
+    return layout.whole(lambda p: getattr(p, "main_grad", p.grad))
+
+
+def test_main_grad(four):
+    one = Layout()
+    for step in range(2):
+        one.backward(step)
+    same(four.run(into_main_grad)[1], one.whole(lambda p: p.grad), 1e-12)
+
+
 @in_ranks("four")
 def test_what_cannot_be_averaged(rank):
     every = groups(rank)

@@ -2,6 +2,7 @@
 streams is in order.
 """
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -127,6 +128,25 @@ def test_views_of_a_buffer_that_inference_made_can_be_written():
         buffer.of_rank(0, 0, (4,), torch.float32)
     buffer.of_rank(0, 0, (4,), torch.float32).copy_(torch.ones(4))
     assert buffer.of_rank(0, 0, (4,), torch.float32).sum() == 4
+
+
+@on_each
+def error_while_reading(ep, folder):
+    """An error between the barriers of an exchange on rank 0, and the exchange after it."""
+    with hopper.on_cpus(folder):
+        engine = symmetric_of(ep, 4).engine
+        x = torch.full((4, 8), float(ep.rank))
+        with contextlib.ExitStack() as stack:
+            if ep.rank == 0:
+                stack.enter_context(mock.patch.object(symmetric, "_read", side_effect=MemoryError))
+                stack.enter_context(pytest.raises(MemoryError))
+            engine.gather([x], 4)
+        return engine.gather([x + 1], 4)[0].tolist()
+
+
+def test_the_barriers_match_after_an_error_on_one_rank(hopper_ranks, folder):
+    want = [[1.0] * 8] * 4 + [[2.0] * 8] * 4
+    assert hopper_ranks.run(error_while_reading, 2, None, folder)[:2] == [want, want]
 
 
 @on_each
