@@ -180,6 +180,7 @@ def test_nvfp4_on_blackwell(blackwell, case):
     [
         ("experts", "fp8_tensor, delayed"),
         ("experts", "mxfp8"),
+        ("moe", "bf16"),
         ("weighted_at_the_end", "bf16"),
         ("routed_layer", "bf16"),
         ("stored_weights", "fp8_block"),
