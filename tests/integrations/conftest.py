@@ -2,6 +2,7 @@
 test that asks for it.
 """
 
+import contextlib
 import importlib.util
 import warnings
 
@@ -79,11 +80,23 @@ def chains_called(monkeypatch):
     return chains
 
 
-@pytest.fixture(scope="session")
-def peft():
-    """The package, imported as if there were no Transformer Engine: it takes the recipes alone for all of it."""
+@contextlib.contextmanager
+def transformer_engine_is_absent():
+    """For packages that take the recipes of Transformer Engine, where those are installed, for all of it."""
     find, absent = importlib.util.find_spec, "transformer_engine"
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == absent else find(name, *args))
         warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.fixture
+def without_transformer_engine():
+    with transformer_engine_is_absent():
+        yield
+
+
+@pytest.fixture(scope="session")
+def peft():
+    with transformer_engine_is_absent():
         return pytest.importorskip("peft")

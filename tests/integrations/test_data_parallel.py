@@ -1,11 +1,14 @@
-"""DDP and FSDP2 over two processes are one process with the whole batch; their checkpoints."""
+"""DDP and FSDP2 over two processes are one process with the whole batch; their checkpoints; loss scaling; collectives
+that write to a quantized weight.
+"""
 
 import copy
+import time
 
 import pytest
 import torch
 from kit import plain_models
-from kit.two_ranks import HIDDEN, Counted, batches
+from kit.two_ranks import HIDDEN, Counted, Ranks, batches
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -241,6 +244,7 @@ COLLECTIVES = {
     "all_reduce and wait": lambda weight: dist.all_reduce(weight, async_op=True).wait(),
     "all_reduce_ of compiled graphs": all_reduce_in_place_of_compiled_graphs,
     "coalesced": coalesced,
+    "broadcast_coalesced": lambda weight: dist._broadcast_coalesced(dist.group.WORLD, [weight.data], 2**20, 0),
     "gathered": lambda weight: dist.all_gather(list(weight.data.unbind()), weight.detach()[0].clone()),
     "in a subgroup": lambda weight: dist.broadcast(weight.data, 1, group=_SUBGROUPS[0]),
     "in a group of its own": broadcast_in_a_group_of_its_own,
@@ -311,3 +315,43 @@ def test_an_overflow_in_fp16_is_skipped_and_training_goes_on():
     assert skipped >= 2
     assert losses[-1] < losses[0]
     assert all(p.isfinite().all() and not torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def in_a_default_group_that_comes_and_goes(rank, store):
+    numbers = iter(range(100))
+
+    def init():
+        of_group = dist.FileStore(f"{store}{next(numbers)}", 2)
+        dist.init_process_group("gloo", store=of_group, rank=rank, world_size=2)
+        # a rank that destroys the group closes its connections: not before the other rank has connected. This is no
+        # collective, since their count is tested
+        of_group.add("connected", 1)
+        while of_group.add("connected", 0) < 2:
+            time.sleep(0.001)
+
+    found = []
+    with torch.no_grad(), fm.recipe("mxfp8"):
+        for _ in range(2):
+            torch.manual_seed(rank)
+            fc, x, splits = fm.GroupedLinear(2, 32, 32), torch.ones(8, 32), torch.tensor([5, 3])
+            dist.destroy_process_group()
+            init()
+            dist.broadcast(torch.ones(1), 0)
+            before = fc(x, splits=splits)
+            dist.destroy_process_group()
+            init()
+            dist.broadcast(fc.weight, 0)  # as many collectives as in the other group
+            y = fc(x, splits=splits)
+            found.append((torch.equal(y, copy.deepcopy(fc)(x, splits=splits)), not torch.equal(y, before)))
+    return found
+
+
+def test_a_collective_of_a_default_group_that_comes_and_goes_is_noticed(tmp_path):
+    """Its count of collectives begins anew, and says nothing by itself."""
+    own = Ranks(tmp_path)
+    try:
+        of_rank_0, of_rank_1 = own.run(in_a_default_group_that_comes_and_goes, str(tmp_path / "again"))
+    finally:
+        own.stop()
+    assert of_rank_0 == [(True, False)] * 2  # it sends
+    assert of_rank_1 == [(True, True)] * 2

@@ -175,3 +175,25 @@ def test_a_recomputed_call_counts_once(four, size):
 def test_wrong_settings(settings, message):
     with pytest.raises(fm.InputError, match=message):
         fm.ExpertParallel(**settings)
+
+
+@on_each
+def repeated_experts(ep):
+    """Tokens that choose one expert several times may need more rows than the bound."""
+    chosen, before = E // ep.ranks + 1, ep.dropped()
+    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
+    x = torch.randn(64, 4)
+    given = {"expert_index": torch.zeros(64, chosen, dtype=torch.int8), "expert_weight": torch.ones(64, chosen)}
+    plan = str(chain.explain(x, **given))
+    return x, chain(x, **given), chosen, ep.dropped() - before, "overflow='rerun'): HOST SYNC" in plan
+
+
+@both_sizes
+@pytest.mark.parametrize("overflow", ["rerun", "drop"])
+def test_more_rows_than_the_bound(four, size, overflow):
+    settings = {"capacity": 1.0, "overflow": overflow, "max_tokens": 64}
+    for x, y, chosen, dropped, waits in four.run(repeated_experts, size, settings)[:size]:
+        assert waits is (overflow == "rerun")
+        if overflow == "rerun":
+            torch.testing.assert_close(y, chosen * x)
+        assert dropped == (0 if overflow == "rerun" else size * len(x) * chosen - rows_of(1.0, 64, chosen))

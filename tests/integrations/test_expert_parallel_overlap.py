@@ -88,17 +88,32 @@ def test_ranks_may_choose_different_steps(hopper_ranks):
     assert not second
 
 
+# the rules that each rank does without
+WITHOUT = {
+    "plain steps": (OVERLAPS, OVERLAPS),
+    "overlaps": (OTHERS, OTHERS),
+    "overlaps on one rank": (OTHERS, OVERLAPS),
+    "overlaps on the other": (OVERLAPS, OTHERS),
+}
+
+
 # with two ranks and two chosen experts, a rank wants three quarters of the tokens
-@pytest.mark.parametrize(("disabled", "tokens", "few"), pairwise(
-    [(OVERLAPS, OVERLAPS), (OTHERS, OTHERS), (OTHERS, OVERLAPS), (OVERLAPS, OTHERS)],
-    [(50, 50), (37, 50), (0, 41)], [0.5, 0.8],
-), ids=lambda given: str(given)[:30])  # fmt: skip
-def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, disabled, tokens, few):
-    found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, disabled=disabled, symmetric=(folder, few))[:2]
-    for (used, _, ranges), without in zip(found, disabled, strict=True):
+@pytest.mark.parametrize(("case", "tokens", "few"), pairwise(
+    [*WITHOUT], [(50, 50), (37, 50), (0, 41)], [0.5, 0.8]
+), ids=str)  # fmt: skip
+def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, case, tokens, few):
+    options = {"disabled": WITHOUT[case], "symmetric": (folder, few)}
+    found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, **options)[:2]
+    for (used, _, ranges), without in zip(found, WITHOUT[case], strict=True):
         assert bool(used) == (without is OTHERS)
         rows_leave, rows_arrive = {1}, {3} if few < 0.75 else {1}
         assert ranges == (rows_leave | rows_arrive if used else set())
+
+
+def test_the_engine_symmetric_on_four_ranks(hopper_ranks, folder):
+    options = {"disabled": (OTHERS, OVERLAPS, OTHERS, OTHERS), "symmetric": (folder,)}
+    for used, *_ in hopper_ranks.run(compare, 4, MOST_TOKENS, (50, 37, 0, 44), **options):
+        assert used <= OVERLAPS.keys()
 
 
 class Lending(AllGather):

@@ -139,6 +139,10 @@ CASES = {
     "autocast": (2, None, moe, UNEVEN, {"call": in_autocast, "dtype": torch.float32, "within": 0.02}),
     "a recipe": (4, 9, moe, EMPTY_RANK, {"call": under_mxfp8, "dtype": torch.float32, "within": 1e-3}),
     "bf16": (2, None, partial(moe, shared_intermediate=4), UNEVEN, {"dtype": torch.bfloat16, "within": 0.02}),
+    "alltoall, bf16": (
+        2, {"engine": "alltoall"}, partial(moe, shared_intermediate=4), UNEVEN,
+        {"dtype": torch.bfloat16, "within": 0.02},
+    ),
     # the ops by themselves
     **{
         f"{weights}, sentinels {sentinels}, at most {most}, {size}": (

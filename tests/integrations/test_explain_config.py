@@ -135,7 +135,8 @@ def test_llama4(tmp_path, no_memory, explain):
     small = {"hidden_size": 64, "intermediate_size": 64, "intermediate_size_mlp": 64, "num_attention_heads": 2}
     config = transformers.Llama4TextConfig(num_hidden_layers=2, num_local_experts=4, num_key_value_heads=2, **small)
     config.save_pretrained(tmp_path)
-    assert "sm90.grouped_gemm_activation" in explain(tmp_path, "--dtype", "bfloat16")[1]
+    code, out, _ = explain(tmp_path, "--dtype", "bfloat16")
+    assert (code, "sm90.grouped_gemm_activation" in out) == (0, True)
 
 
 TWO_LAYERS = {"text_config": {"num_hidden_layers": 2}}
@@ -184,10 +185,12 @@ def test_what_is_no_configuration(config, tmp_path, explain, content, message):
     assert len(err) < 800
 
 
-def test_a_folder_that_is_no_model(tmp_path, explain):
-    assert "the directory has no config.json" in explain(tmp_path)[2]
+def test_a_folder_that_is_no_model(tmp_path, explain, capsys):
+    code, _, err = explain(tmp_path)
+    assert (code, "the directory has no config.json" in err) == (1, True)
     with pytest.raises(SystemExit):
         explain("")
+    assert "error: CONFIG: expected a path or a name, got an empty one" in capsys.readouterr().err
 
 
 def test_nothing_is_downloaded(monkeypatch, explain):

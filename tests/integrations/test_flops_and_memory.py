@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from kit.compare import assert_bitwise
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -150,3 +151,12 @@ def test_fake_tensors_on_a_gpu_that_is_not_there():
         y = seq.forward_with(weights, rows(**how, requires_grad=False), splits=splits("cuda"))
     assert (tuple(y.shape), y.dtype, y.device.type) == ((R, H), dtype, "cuda")
     assert counter.get_total_flops() == FORWARD
+
+
+def test_a_module_that_was_called_runs_on_fake_tensors_and_on_values_again():
+    seq, x = mlp(), rows()
+    expected = seq(x, splits=splits())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        y = seq(mode.from_tensor(x), splits=mode.from_tensor(splits()))
+        assert isinstance(y, FakeTensor)
+    assert_bitwise(seq(x, splits=splits()), expected)

@@ -8,7 +8,8 @@ import importlib
 import pytest
 import torch
 import transformers
-from kit.fp8_layers import RECIPES, assert_products_are_fp8
+from kit.fp8_layers import RECIPES, assert_products_are_fp8, rules
+from kit.fp8_models import fp8_model
 from kit.megatron_core import megatron_core
 from kit.torchtitan_models import imported
 
@@ -57,3 +58,13 @@ def test_megatron(recipe):
     with fm.disabled("sm90.activation", "sm90.dactivation"):  # with few rows, they take fewer launches
         (plan,) = FusedGroupedMLP(E, config, pg_collection=groups, recipe=recipe).explain_rows(512, arch=90).plans
     assert_products_are_fp8(plan, recipe)
+
+
+@pytest.mark.usefixtures("registered")
+def test_an_fp8_checkpoint_of_transformers():
+    tiny = fp8_model("qwen3_moe", BF16, hidden_size=H, moe_intermediate_size=I)
+    with fm.recipe("fp8_block"):
+        plan = plan_of(tiny.model)
+    assert not plan.unfused, str(plan)
+    assert {"sm90.fp8_grouped_gemm_activation", "sm90.fp8_grouped_gemm", "sm90.fp8_grouped_dgrad"} <= set(rules(plan))
+    assert not {rule for rule in rules(plan) if "wgrad" in rule or "quantize_weight" in rule}

@@ -235,3 +235,12 @@ def test_a_changed_gate_is_looked_at_again(make, change):
     after = outcome(experts_forward, module, *given)
     assert not torch.allclose(before["y"], after["y"])
     assert_close(after, outcome(by_tokens, module, *given))
+
+
+def test_looking_at_a_gate_draws_no_random_numbers_and_leaves_the_module_alone():
+    module = Plain(config())
+    before, state = {name: copy.copy(value) for name, value in vars(module).items()}, torch.get_rng_state()
+    recognised(module)
+    assert torch.get_rng_state().equal(state)
+    assert vars(module).keys() == before.keys()
+    assert module.training

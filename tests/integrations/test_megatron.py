@@ -428,6 +428,8 @@ def test_a_layer_with_these_experts(sequential):
     ({"fp8": "hybrid"}, "fp8='hybrid' .* expected a recipe"),
     ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
      "recompute_modules: expected nothing within the experts, got moe_act"),
+    ({"fine_grained_activation_offloading": True, "offload_modules": ["expert_fc1", "core_attn"]},
+     "offload_modules: expected nothing within the experts, got expert_fc1"),
     ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input: expected with moe_router_topk=1, got 2"),
     ({}, "expected expert_tensor_parallel_size=1, got 2"),
 ])  # fmt: skip

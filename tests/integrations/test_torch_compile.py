@@ -448,3 +448,34 @@ def test_the_first_call_of_a_process_may_be_compiled():
     """In a process of its own: plans of another graph would be there already."""
     folder = Path(fm.__file__).parents[1]
     subprocess.run([sys.executable, "-c", FIRST], check=True, cwd=folder)
+
+
+def test_freezing_and_thawing():
+    module = mlp()
+    called = compiled(module, "aot_eager")
+    everything = outcome(module, called)
+    module[2].weight.requires_grad_(False)
+    part = outcome(module, called)
+    assert part.keys() == everything.keys() - {"2.weight"}
+    assert_bitwise(part, {name: everything[name] for name in part})
+    module[2].weight.requires_grad_(True)
+    assert_bitwise(outcome(module, called), everything)
+
+
+def test_rules_that_another_task_has_switched_off(module):
+    called = compiled(module, "aot_eager")
+
+    async def task(block):
+        with block, torch.no_grad():
+            await asyncio.sleep(0)
+            return [called(rows(), splits=SPLITS) for _ in range(2)]
+
+    async def main():
+        return await asyncio.gather(task(fm.disabled("tests.*")), task(fm.disabled("other")))
+
+    with torch.no_grad():
+        plain = module(rows(), splits=SPLITS)
+        with fm.register(toy.doubled()):
+            without, doubled = asyncio.run(main())
+    assert_bitwise(without, [plain] * 2)
+    assert_bitwise(doubled, [2 * plain] * 2)

@@ -117,6 +117,9 @@ def test_a_recipe_of_the_override(titan):
         assert torch.equal(quantized(x, SPLITS), want)
     config = titan.ours.experts(stock_config(titan, "GroupedExperts"), recipe="mxfp8")
     assert titan.ours.experts(config) is config
+    config = stock_config(titan, "GroupedExperts")
+    config.param_init = {"w1_EFD": torch.nn.init.ones_}
+    assert titan.ours.experts(config).param_init == config.param_init
 
 
 @pytest.mark.parametrize(("kind", "dtype", "kept"), [

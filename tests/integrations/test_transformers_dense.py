@@ -3,9 +3,11 @@
 import copy
 import logging
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from kit.compare import assert_close
 from kit.toy import outcome
 from safetensors import torch as safetensors
@@ -15,6 +17,7 @@ from transformers.activations import ACT2FN
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4MLP
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaMLP
 
 import fusedmoe as fm
 from fusedmoe.integrations.transformers import patch_dense, unpatch_dense
@@ -212,6 +215,11 @@ def pruned(mlp):
         layer.weight = nn.Parameter(layer.weight.detach().narrow(dim, 0, I // 2).clone())
 
 
+class Shifts(ModelHook):
+    def post_forward(self, module, output):
+        return output + 1
+
+
 def with_bias(mlp):
     mlp.down_proj.bias = nn.Parameter(torch.ones(H, dtype=torch.float64))
 
@@ -219,6 +227,10 @@ def with_bias(mlp):
 REASONS = {
     "replaced": (lambda m: setattr(m.up_proj, "__class__", Adapted), "up_proj is a Adapted, not an nn.Linear"),
     "hook": (hooked, "gate_proj has hooks or a forward of its own"),
+    "accelerate": (
+        lambda m: add_hook_to_module(m.down_proj, Shifts()),
+        "down_proj has hooks or a forward of its own (accelerate's hooks are such)",
+    ),
     "function": (
         lambda m: setattr(m, "act_fn", ACT2FN["gelu"]),
         "its act_fn or its forward has changed since; call patch_dense again",
@@ -250,6 +262,7 @@ def test_a_module_that_has_changed_runs_as_before(change, reason, caplog):
 
 OTHERS = {
     "a limit": lambda: DeepseekV4MLP(DeepseekV4Config(hidden_size=H, moe_intermediate_size=I)),
+    "dropout": lambda: T5GemmaMLP(SimpleNamespace(**SIZES, hidden_activation="silu", dropout_rate=0.1)),
     "an unknown activation": lambda: llama_mlp(act="mish"),
 }
 

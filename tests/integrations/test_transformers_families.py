@@ -1,4 +1,4 @@
-"""Every family of Mixture-of-Experts models of transformers: those of a newer transformers without a change here."""
+"""Every family of Mixture-of-Experts models that the installed transformers has."""
 
 import copy
 import logging
@@ -153,3 +153,7 @@ def clamp_with_inclusive_bounds(t, min=None, max=None):
     if min is not None:
         t = torch.where(t < min, min, t)
     return t if max is None else torch.where(t > max, max, t)
+
+
+def test_there_are_families():
+    assert {"gemma4", "gpt_oss", "llama4", "mixtral", "nemotron_h", "qwen3_moe"} <= {family for family, _ in MODELS}

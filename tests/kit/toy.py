@@ -58,11 +58,6 @@ def assert_same(got, expected):
         assert expected[name].abs().sum() > 0, f"{name}: zeros would pass"
 
 
-def statuses(plan, rule):
-    """``{first position: (status, reason)}`` of a rule in a plan."""
-    return {a.start: (a.status, a.reason) for a in ended(plan, rule)}
-
-
 def status(plan, rule, start=None):
     """(status, reason) of a rule at a position, or where it got farthest."""
     attempts = [a for a in ended(plan, rule) if start is None or a.start == start]

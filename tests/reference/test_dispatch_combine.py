@@ -58,13 +58,16 @@ def test_there_and_back_with_as_many_rows_as_slots_or_fewer(drawn, weights, data
     assert provided["splits"].dtype is torch.int64
     assert provided["probs"].tolist() == [weight[slot].item() for slot in by_expert] + [0.0] * (total - used)
     assert provided["slot_of_row"][:used].tolist() == [t * chosen + k for t, k in by_expert]
-    assert len({*provided["slot_of_row"].tolist()}) == total
+    assert len({*provided["slot_of_row"].tolist()} & {*range(slots)}) == total
     assert provided["token_of_row"].tolist() == [slot // chosen for slot in provided["slot_of_row"].tolist()]
     assert provided["token_of_row"].dtype is torch.int32
-    row_of, row_of_slot = {slot: row for row, slot in enumerate(by_expert)}, provided["row_of_slot"].tolist()
-    for t, k in slots_by_expert(index, experts):
-        row = row_of.get((t, k))
-        assert row_of_slot[t][k] == row if row is not None else row_of_slot[t][k] >= total
+    row_of = {slot: row for row, slot in enumerate(by_expert)}
+    for t, rows_of_token in enumerate(provided["row_of_slot"].tolist()):
+        for k, row in enumerate(rows_of_token):
+            if (t, k) in row_of:
+                assert row == row_of[t, k]
+            else:
+                assert row >= total
 
     layer = fm.GroupedLinear(experts, 3, 3, dtype=torch.float64)
     seq = fm.Sequential(fm.Dispatch(experts), layer, fm.Combine(weights))

@@ -280,3 +280,17 @@ def test_under_the_layers_own_kernels():
         "1.DSwiGLU": "sm90.dactivation",
         "0.base_layer.Dgrad": "sm90.grouped_dgrad",
     }
+
+
+def test_merged_keeps_the_settings_of_the_layer():
+    layer = fm.GroupedLinear(E, K, N, accumulate_into_main_grad=True, recipe="mxfp8", dtype=BF16)
+    merged = fm.GroupedLoRA(layer, 4).eval().merged()
+    assert repr(merged) == repr(layer)
+    assert not merged.training
+
+
+def test_no_rows():
+    op = lora()
+    found = outcome(op, leaf(0, K), splits=torch.zeros(E, dtype=torch.int64))
+    assert (found["y"].shape, found["x"].shape) == ((0, N), (0, K))
+    assert not any(t.any() for t in found.values())

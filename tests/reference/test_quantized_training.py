@@ -21,7 +21,8 @@ SMALL = torch.tensor([10, 0, 22])
 
 def in_another_thread(run):
     """As a GPU's backward pass is run."""
-    (thread := threading.Thread(target=run)).start()
+    thread = threading.Thread(target=run)
+    thread.start()
     thread.join()
 
 
@@ -116,7 +117,7 @@ def bf16_loss():
 
 TRAINED = {name: recipe for name, recipe in RECIPES.items() if name != "bf16"}
 TRAINED["delayed"] = FP8Tensor(delayed=Delayed(history=4))
-QUICK = ("mxfp8", "nvfp4")  # blocks, each level of scales
+QUICK = ("mxfp8", "nvfp4", "delayed")  # blocks, each level of scales
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,8 @@ def test_another_thread_that_draws_is_no_error():
 
     class Disturbed(fm.Op):
         def compute(self, x):
-            (thread := threading.Thread(target=torch.rand, args=(1,))).start()
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
             thread.join()
             return torch.native_dropout(x.sin(), 0.5, False)[0]
 

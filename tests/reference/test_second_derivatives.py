@@ -84,10 +84,12 @@ def test_every_way_of_asking():
 def test_other_dtypes(name, dtype):
     """These have a grouped product of torch's own."""
     seq, x, inputs, _ = prepared(name, dtype)
-    got = second(seq(x, **inputs), sources := [x, *seq.parameters()], sources)
+    sources = [x, *seq.parameters()]
+    got = second(seq(x, **inputs), sources, sources)
     exact, x = copy.deepcopy(seq).double(), x.detach().double().requires_grad_()
     inputs = {k: t.detach().double() if t.is_floating_point() else t for k, t in inputs.items()}
-    want = second(meaning(exact, x, **inputs), sources := [x, *exact.parameters()], sources)
+    sources = [x, *exact.parameters()]
+    want = second(meaning(exact, x, **inputs), sources, sources)
     for a, b in zip(got, want, strict=True):
         assert a.dtype is dtype
         assert (a.double() - b).norm() <= (1e-5 if dtype is torch.float32 else 0.1) * b.norm()
