@@ -1,4 +1,6 @@
-"""Expert parallelism on CPUs: the ranks of a group, together, are one process with all tokens and all experts."""
+"""Expert parallelism on CPUs: the ranks of a group, together, are one process with all tokens and all experts. Also
+under dtypes, torch.compile and torch.export.
+"""
 
 import copy
 from functools import partial

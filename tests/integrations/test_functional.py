@@ -1,4 +1,4 @@
-"""Parameters that come from elsewhere, and inference."""
+"""Parameters that a call passes, and inference."""
 
 import weakref
 

@@ -41,7 +41,7 @@ def outcome(module, x, call=None, dy=None, **named):
     """The output, and every gradient, by name, on fresh leaves; by default for a gradient that rises from -1 to 1.
     ``call``: the module as it is called, such as compiled.
     """
-    x = x.detach().clone().requires_grad_(x.requires_grad)
+    x = x.detach().requires_grad_(x.requires_grad)  # with its strides
     named = {k: v.detach().clone().requires_grad_(v.requires_grad) for k, v in named.items()}
     module.zero_grad()
     y = (module if call is None else call)(x, **named)

@@ -27,7 +27,7 @@ def tokens(*shape, dtype=torch.float64):
 
 
 def dense(layer, x):
-    """The layer in words: every token through its experts."""
+    """The layer by formula: every token through its experts."""
     rows = x.reshape(-1, HIDDEN)
     routing = layer.router(rows)
     y = meaning(layer.experts, rows, expert_index=routing.expert_index, expert_weight=routing.expert_weight)

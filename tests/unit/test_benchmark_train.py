@@ -101,8 +101,9 @@ def test_wrong_losses_and_errors_are_notes(monkeypatch):
 def test_recipes_and_their_page(tmp_path):
     file = recipes.run(CPU, tmp_path, steps=3, seeds=(0, 1), recipes=("bf16", "fp8_block"), of=TINY, words=WORDS)
     found = json.loads(file.read_text())
-    (base, own), (base_too, own_too) = ([sum(r["losses"]) / 3 for r in found["runs"] if r["seed"] == s] for s in (0, 1))
-    gaps = own - base, own_too - base_too
+    means = {(run["recipe"], run["seed"]): sum(run["losses"]) / 3 for run in found["runs"]}
+    own, own_too = (means["fp8_block", seed] for seed in (0, 1))
+    gaps = own - means["bf16", 0], own_too - means["bf16", 1]
     assert 0 < max(map(abs, gaps)) < 0.1
     row = f"| `fp8_block` | {own:.4f} | {own_too:.4f} | {gaps[0]:+.4f}, {gaps[1]:+.4f} | {sum(gaps) / 2:+.4f} |"
     assert row in page.losses(found)

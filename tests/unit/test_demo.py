@@ -3,6 +3,8 @@
 import json
 import math
 from argparse import Namespace
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fusedmoe.commands.demo import command
 from fusedmoe.commands.demo.command import printable, sample, verdict
 from fusedmoe.commands.demo.data import (
     Split,
+    bigram_bits_per_byte,
     load_split,
 )
 from fusedmoe.commands.demo.model import ByteTransformer
@@ -250,3 +253,13 @@ def test_recipes_are_compared_with_everything_else_equal(tmp_path, monkeypatch, 
 def test_bad_values_are_named_with_what_is_possible(given, message):
     with pytest.raises(fm.InputError, match=message):
         Trainer(job_of(TINY | given), LITTLE)
+
+
+def test_bigram_agrees_with_counting_in_plain_python():
+    train, held_out = WHOLE.train.tolist(), WHOLE.held_out.tolist()
+    pairs, firsts = Counter(pairwise(train)), Counter(train[:-1])
+    total = 0.0
+    for a, b in pairwise(held_out):
+        total -= math.log2((pairs[a, b] + 0.05) / (firsts[a] + 256 * 0.05))
+    bits = bigram_bits_per_byte(WHOLE.train, WHOLE.held_out)
+    assert bits == pytest.approx(total / (len(held_out) - 1), rel=1e-12)

@@ -7,6 +7,7 @@ import torch
 from emulator import ptx
 from emulator.barriers import EmulationError
 from emulator.machine import Launch, Machine
+from emulator.memory import AccessError
 
 PROGRAM = """
 .version 8.8
@@ -304,3 +305,11 @@ def test_a_product(format_, depth):
 def test_races_with_a_product(format_, wrong, message):
     with pytest.raises(EmulationError, match=message):
         product(format_, **wrong)
+
+
+def test_a_box_that_leaves_the_memory_of_the_tensor():
+    target = torch.zeros(8, 8)
+    larger = bytearray(descriptor(target, (8, 8)))
+    larger[36:40] = struct.pack("<I", 11)  # claims 12 rows
+    with pytest.raises(AccessError, match="is not of one tensor"):
+        run(STORE.format(fence=FENCE, wait=WAIT_READ), ints(32), descriptor=bytes(larger), memory=[target])

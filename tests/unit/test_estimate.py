@@ -71,6 +71,15 @@ def test_estimates_agree_with_the_measured_layers(name, recipe):
             assert (needed is not None and needed <= batches) is (real > 1), case
 
 
+def of_model(name):
+    """The explanation of a model with one such layer."""
+    shape = SHAPES[name]
+    sizes = {"hidden": shape.hidden, "intermediate": shape.intermediate, "num_experts": shape.experts}
+    model = torch.nn.Sequential(fm.MoE(**sizes, top_k=shape.top_k, dtype=BF16, device="meta"))
+    with fm.recipe("fp8_block"):
+        return str(fm.explain(model, tokens=shape.tokens, arch=90))
+
+
 def test_the_hint_of_a_layer_that_is_slower_than_in_bf16():
     plan = explained(SHAPES["sonic-7b-n256"])
     assert plan.estimate.micro_batches is None
@@ -78,6 +87,8 @@ def test_the_hint_of_a_layer_that_is_slower_than_in_bf16():
         f"recipe fp8_block is slower than bf16 for these shapes, as {plan.estimate}. "
         'recipe="bf16" of an op leaves it unquantized'
     ]
+    assert hints([plan])[0] in of_model("sonic-7b-n256")
+    assert "slower" not in of_model("mixtral-8x7b")
     plan = explained(SHAPES["qwen3-next-80b-a3b"])
     assert 1 < plan.estimate.micro_batches < 100
     assert f"with fewer than {plan.estimate.micro_batches} micro-batches per optimizer step" in hints([plan])[0]

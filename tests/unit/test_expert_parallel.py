@@ -73,7 +73,7 @@ def test_a_dtensor_is_refused_and_explained(mesh):
         assert "got a DTensor, Shard(dim=0); " in str(raised.value)
 
 
-def test_results_that_nobody_waited_for_are_waited_for_in_the_end_on_the_stream_of_their_memory(monkeypatch):
+def test_unawaited_results_are_awaited_on_the_stream_of_their_memory(monkeypatch):
     """After an error, memory that an engine still writes must not be used again."""
     streams = ["the stream of the layer"]
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -164,12 +164,13 @@ def test_a_backward_step_is_bound_anew_for_another_layout_of_the_gradient():
 # ---- steps that decline ---------------------------------------------------------------------------------------------
 
 
-def test_declined_steps_give_the_same():
+def test_declined_steps_give_the_same(caplog):
     chain, x, named = experts(scale=True), rows(), inputs(scale=True)
     expected = outcome(chain, x, **named)
     with fm.register(*[make(guard=toy.refuse) for make in (gemm_glu, toy.gemm, toy.dgrad_dglu, toy.wgrad)]):
         assert only_plan(chain, x, **named).fused
         toy.assert_same(outcome(chain, x, **named), expected)
+    assert "declined this call" in caplog.text
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no grad"])

@@ -19,6 +19,8 @@ from fusedmoe.fusion.language.rule import Step
 from fusedmoe.fusion.search.candidates import Candidate
 from fusedmoe.fusion.search.choice import Chosen, cheapest
 from fusedmoe.ops import BackwardOp, GroupedLinear, Op, SwiGLU
+from fusedmoe.ops.op import AutogradBackward
+from fusedmoe.ops.state.random import NAMES
 
 FORWARD = [gemm(), gemm_glu(), toy.glu_scale()]
 BACKWARD = [dgrad_dglu(), toy.wgrad()]
@@ -337,3 +339,92 @@ def test_it_is_the_cheapest_that_runs(problem):
     assert runs(f, {"v0"})
     assert runs(b, {*anyway, *kept, incoming})
     assert cost(f) + cost(b) + KEPT_US * len(kept) == pytest.approx(brute_force(*problem))
+
+
+def ways(plan, name, start):
+    """(ops covered, ops that it is about, status) of every way in which a rule stands at a position."""
+    found = [a for a in plan.attempts if (a.rule, a.start, a.direction) == (name, start, "forward")]
+    return [(a.end - a.start, (*a.shared,), a.status) for a in found]
+
+
+def test_each_longer_way_is_told_besides_of_its_further_ops():
+    chain = fm.Sequential(*list(experts(scale=True))[:3])
+    x, named = rows(), inputs(scale=True)
+    with fm.register(gemm_glu()):
+        plan = both_ways([], chain, x, **named)
+        assert ways(plan, "toy.gemm_glu", 0) == [(2, (0, 1), Status.FUSED), (3, (2,), Status.CONSTRAINT)]
+        assert plan.steps[1].why == "toy.gemm_glu: CONSTRAINT: cannot keep 2.input, which 2.ScaleGrad needs"
+        with torch.no_grad():  # the longest is the best
+            plan = only_plan(chain, x, **named)
+        assert ways(plan, "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.FUSED)]
+        with fm.disabled("toy.*"):
+            assert ways(only_plan(chain, x, **named), "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.UNAVAILABLE)]
+    plan = both_ways([gemm_glu()], experts(scale=True, limit=7.0), x, **named)  # all ways are declined
+    assert ways(plan, "toy.gemm_glu", 0) == [(3, (0, 1, 2), Status.CONSTRAINT)]
+
+
+class Noise(Op):
+    draws_random = True
+
+    def compute(self, x):
+        return x * torch.rand_like(x)
+
+
+class DSquare(BackwardOp):
+    def compute(self, grad_output, x):
+        return 2 * x * grad_output
+
+
+class Square(Op):
+    def compute(self, x):
+        return x.square()
+
+    def backward_ops(self):
+        return (DSquare(self),)
+
+
+STATES = tuple(f"noise.{name}" for name in NAMES)
+
+
+def noise_square(keeps):
+    """Both ops in one step, which hides what is between them."""
+
+    def run(self, keep):
+        def flat(x):
+            kept = {"noise.random_state": torch.get_rng_state(), "noise.device_random_state": None}
+            y = self.noise.compute(x).square()
+            return (y, *(kept[name] for name in keep)) if keep else y
+
+        return flat
+
+    return rule("toy.noise_square", {"noise": Noise, "square": Square}, ("input",), run=run, keeps=keeps)
+
+
+# from what went into the first op; it declines, and its stand-ins need what is between
+DSQUARE_DNOISE = rule(
+    "toy.dsquare_dnoise", {"square": DSquare, "noise": AutogradBackward}, ("grad_output", "noise.input", *STATES),
+    ("grad_input",), run=lambda self, keep: None, guard=toy.refuse, direction="backward",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rules", "used"),
+    [
+        ([noise_square(())], []),  # it cannot keep what the backward pass needs
+        ([noise_square(STATES), DSQUARE_DNOISE], ["toy.noise_square", "toy.dsquare_dnoise"]),
+        ([DSQUARE_DNOISE], ["toy.dsquare_dnoise"]),
+    ],
+)
+def test_rules_around_an_op_that_draws(rules, used):
+    module, x, state = fm.Sequential(Noise(), Square()), rows(), torch.get_rng_state()
+    want = 2 * x.detach() * torch.rand_like(x).square()
+    assert want.any()
+    for registered in ([], rules):
+        with fm.register(*registered):
+            torch.set_rng_state(state)
+            (dx,) = torch.autograd.grad(module(x).sum(), x)
+            torch.testing.assert_close(dx, want)
+            plan = only_plan(module, x)
+            assert rules_used(plan) == (used if registered else [])
+            if len(registered) == 2:
+                assert plan.kept == ("0.input", *(f"0.{name}" for name in NAMES))

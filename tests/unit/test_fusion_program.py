@@ -1,5 +1,6 @@
 """The functions that plans are written as: their text, what they hold on to, and rules for the steps between ops."""
 
+import gc
 import weakref
 from collections import OrderedDict
 
@@ -202,6 +203,27 @@ def test_a_rule_zeroes_tails():
         run=lambda self, keep: self.glue.compute, takes_quantized=True, zeroes_tail=True,
     )  # fmt: skip
     with fm.register(zeroes):
-        masks = [rule for label, rule in glue(only_plan(chain, x, **named)).items() if "zero_tail(grad(" in label]
+        masks = [by for label, by in glue(only_plan(chain, x, **named)).items() if "zero_tail(grad(" in label]
         assert {*masks} == {"toy.zero_tail"}
         assert_same(outcome(chain, x, **named), expected)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+@pytest.mark.parametrize("make", [experts, lambda: fm.MoE(toy.H, 8, 4, 2, dtype=torch.float64)], ids=["chain", "MoE"])
+def test_a_deleted_module_is_freed_at_once(make, fused):
+    """Its plans form no reference cycle with it: the weights would stay in memory until Python looks for cycles."""
+    module, x = make(), rows()
+    named = inputs() if isinstance(module, fm.Sequential) else {}
+    refs = [weakref.ref(p) for p in module.parameters()]
+    gc.collect()
+    gc.disable()
+    try:
+        with fm.register(*([gemm_glu(), dgrad_dglu()] if fused else [])):
+            module.explain(x, **named)
+            module(x, **named).sum().backward()
+            with torch.no_grad():
+                module(x, **named)
+        del module
+        assert [ref() for ref in refs] == [None] * len(refs)
+    finally:
+        gc.enable()

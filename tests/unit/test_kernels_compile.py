@@ -55,6 +55,7 @@ from fusedmoe.kernels.sm90.tiles.choice import (
     PP_128,
     PP_192,
     ROW_VALUES,
+    WGRADS,
 )  # fmt: skip
 from fusedmoe.kernels.sm90.tiles.config import BARRIER_BYTES, SMEM_BYTES, TileConfig
 from fusedmoe.kernels.sm100 import quantize as packed
@@ -226,7 +227,6 @@ TURNS = Epilogue(Backward("swiglu", False, True), (DerivativeCodes(),))
         (lambda: RaggedK(COLUMNS, PP_128), "a multiple of 128 columns"),
         (lambda: RaggedK(COLUMNS, CO_128, gathered="a"), "no gathered operand"),
     ],
-    ids=range(10),
 )
 def test_tiles_that_a_product_cannot_have(make, message):
     with pytest.raises(ValueError, match=message):
@@ -400,7 +400,20 @@ def test_every_candidate_is_shipped():
     assert wanted <= shipped
     families = [name for name in CANDIDATES if not name.startswith("fp8")]
     assert {k.config for k in kernels.SHIPPED_BF16} >= {config for name in families for config in CANDIDATES[name]}
+    for name in families:
+        assert {k.config for k in kernels.PRODUCTS_BF16 if family_of(k) == name} >= {*CANDIDATES[name]}
     assert len(shipped) == len(kernels.SHIPPED) <= 275, "few enough to build ahead of time"
+
+
+def family_of(kernel):
+    if isinstance(kernel, RaggedK):
+        return WGRADS[kernel.gathered]
+    formula = kernel.epilogue.formula
+    if not formula.kind:
+        return "plain"
+    if not isinstance(formula, Backward):
+        return "transposed_activation" if kernel.paired and kernel.b_major == "n" else "activation"
+    return "heavy_derivative" if formula.kind.startswith("geglu") else "derivative"
 
 
 def test_the_choice_knows_the_bytes_of_the_outputs():
@@ -423,6 +436,7 @@ def test_sources_of_a_kernel():
     codes = RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes()))
     plain = {name.removeprefix("fusedmoe.kernels.") for name in RaggedM(BF16, PP_192).sources}
     assert "fusedmoe.kernels.sm90.epilogue.quantized" in codes.sources
+    assert "fusedmoe.kernels.rows.quantize.formats" in TransposeRows().sources
     assert plain == {
         "device.codes", "device.formulas", "device.gather", "device.warps", "sm90.epilogue.outputs",
         "sm90.gemm.arguments", "sm90.gemm.common", "sm90.gemm.operands", "sm90.gemm.ragged_m", "sm90.gemm.scheduler",

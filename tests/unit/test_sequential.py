@@ -406,3 +406,14 @@ def test_probs_must_not_be_applied_twice(ends):
         f"'probs' would be applied twice, by 3.Scale and by {last}.Combine; apply it in one of the two only",
         chain, torch.ones(6, H), **routing(),
     )  # fmt: skip
+
+
+def test_a_call_on_the_meta_device_gives_meta_outputs():
+    with torch.device("meta"):
+        chain = fm.Sequential(fm.Dispatch(), *experts(scale=False, dtype=torch.bfloat16), fm.Combine())
+        y = chain(
+            torch.empty(5, H, dtype=torch.bfloat16),
+            expert_index=torch.empty(5, 2, dtype=torch.int64),
+            expert_weight=torch.empty(5, 2),
+        )
+    assert (y.device.type, tuple(y.shape), y.dtype) == ("meta", (5, H), torch.bfloat16)

@@ -207,7 +207,7 @@ def test_rows_without_experts():
 
 @pytest.mark.parametrize(("hidden", "width", "widest"), [(4 * I, I, 4 * I), (I, H, H)])
 def test_products_count_elements_in_32_bits(hidden, width, widest, monkeypatch, caplog):
-    """Those of their operands or of their results, whatever is wider."""
+    """The wider of operands and results counts."""
     assert packed.MOST_ELEMENTS == 2**31
     count = padded_rows(ROWS, E, PACKED_ROWS)
     monkeypatch.setattr(packed, "MOST_ELEMENTS", count * widest)
@@ -215,7 +215,7 @@ def test_products_count_elements_in_32_bits(hidden, width, widest, monkeypatch, 
         outcome(experts(hidden=hidden, width=width), tokens(hidden=hidden), **inputs())
     for rule in PRODUCTS:
         assert f"{rule} declined this call: {count} rows of " in caplog.text
-    packed.guard_rows(count - 1, 1, widest)
+    packed.guard_rows(count - 1, 1, widest)  # one row fewer is accepted
 
 
 # ---- machines: other devices, missing packages, no verification

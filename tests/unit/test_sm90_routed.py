@@ -262,8 +262,8 @@ def test_tokens_are_kept_in_place_of_columns():
 @pytest.mark.parametrize(("make", "recipe"), [(routed, "mxfp8"), (lambda: fm.MoE(H, I, E, K, dtype=BF16), "fp8_block")])
 def test_columns_are_quantized_again(make, recipe):
     """The router of a whole layer keeps the tokens for its own weight gradient."""
-    chain, named = make(), routing() if make is routed else {}
-    plan = both_ways(chain, x := tokens(), recipe, without=(COLUMNS,), bound=0, **named)
+    chain, x, named = make(), tokens(), routing() if make is routed else {}
+    plan = both_ways(chain, x, recipe, without=(COLUMNS,), bound=0, **named)
     assert COLUMNS in rules_used(plan)
     assert not [name for name in plan.kept if name.endswith((KEPT, "gate_up.input:columns"))]
     assert named or plan.kept_bytes == only_plan(chain, x).kept_bytes, "as in bf16"

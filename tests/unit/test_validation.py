@@ -16,6 +16,7 @@ from fusedmoe.numerics.formats import (
     E2M1,
     E4M3,
     Delayed,
+    Element,
     Format,
     ScaleRule,
     fp8_block,
@@ -66,6 +67,11 @@ def lora(**kwargs):
 
 def format_of(**kwargs):
     return Format(**({"name": "mine", "element": E4M3, "block": (1, 32), "rule": ScaleRule.RCEIL} | kwargs))
+
+
+def element(**kwargs):
+    given = {"name": "e", "bits": 8, "max": 448.0, "max_exponent": 8, "dtype": torch.float8_e4m3fn}
+    return Element(**(given | kwargs))
 
 
 def without(values, *taken):
@@ -122,6 +128,10 @@ CONSTRUCTORS = {
         "rule": ["rceil", None, 3],
         "tensor_scale": NO_FLAGS,
         "amax_epsilon": [-1.0, None, *NO_NUMBERS],
+    },
+    element: {
+        "name": NO_TEXTS, "bits": NO_INTEGERS, "max": [None, *NO_POSITIVE], "max_exponent": [1.5, True, "8", None],
+        "dtype": ["uint8", None, 8],
     },
     fp8_tensor: OF_FP8,
     fp8_row: OF_FP8,

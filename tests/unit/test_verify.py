@@ -95,7 +95,7 @@ def run(machine, *cases, json_file=None):
 
 
 def changed(monkeypatch, name, change):
-    """Let the functions that a ``bind`` function returns have another first result; ``change`` gets it, and counts."""
+    """Let the functions that a ``bind`` function returns have another first result: ``change(result, call number)``."""
     bind, count = getattr(products, name), itertools.count(1)
 
     def other(*args, **kwargs):
@@ -482,3 +482,15 @@ def test_it_begins_after_the_first_case_that_compiles(monkeypatch):
     monkeypatch.setattr(compiler, "stats", lambda: SimpleNamespace(compiled=max(0, len(ran) - 1)))
     verify(SimpleNamespace(device=CPU, arch=90), AHEAD, Sizes(), compile_ahead=lambda *given: ahead.append(given))
     assert (ran, ahead) == (AHEAD, [(AHEAD[2:], Sizes(), CPU)])
+
+
+@pytest.mark.parametrize("case", [EXPERTS, ROUTED], ids=lambda case: case.module)
+def test_rows_without_an_expert_are_nan(case):
+    call = make_call(case, SMALL, CPU)
+    assert call.used.any()
+    if case is EXPERTS:
+        assert not call.used.all()
+        assert call.inputs["probs"][~call.used].isnan().all()
+    assert call.x[~call.used].isnan().all()
+    assert call.grad_output[~call.used].isnan().all()
+    assert call.x[call.used].isfinite().all()
