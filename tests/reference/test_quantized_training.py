@@ -16,8 +16,6 @@ from fusedmoe.numerics.recipes import MXFP8, RECIPES, FP8Tensor
 
 SMALL = torch.tensor([10, 0, 22])
 
-# --- recomputation -------------------------------------------------------------------------------------------------
-
 
 def in_another_thread(run):
     """As a GPU's backward pass is run."""
@@ -76,9 +74,6 @@ def test_a_checkpointed_call_is_computed_again_by_its_recipe(case, within, backw
     assert_bitwise(found[1], found[0])
     same = [torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True)]
     assert all(same) if within is WITHIN[3] else not any(same)  # a recipe within the call wins
-
-
-# --- losses that go down -------------------------------------------------------------------------------------------
 
 
 class Model(nn.Module):

@@ -553,6 +553,7 @@ def test_compile_command_in_several_processes(ships, capsys):
     ("arguments", "message"),
     [
         (["--only", "nothing*"], "--only nothing*: no kernel's name matches"),
+        (["--jobs", "0"], "--jobs 0: must be 1 or more"),
         (["--cache-dir", ""], "--cache-dir: expected a directory, got an empty name"),
         (["--lst"], "did you mean --list?"),
         (["--arch", "h100"], "--arch: expected a number such as 90, for sm_90 (H100, H200), got 'h100'"),

@@ -144,9 +144,6 @@ def test_dense_products_under_every_recipe(emulation, name):
         assert error(got, want) < 3.5e-3  # in bf16, two roundings of the result, or one of an operand
 
 
-# --- where products are emulated in bf16 ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("capability", "has_kernel"),
     [((8, 9), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)],
@@ -165,9 +162,6 @@ def test_in_bf16_where_torch_has_such_a_grouped_product(monkeypatch, capability,
     assert not quantized_products._in_bf16(torch.bfloat16, torch.device("cpu"))
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert not quantized_products._in_bf16(torch.bfloat16, gpu)
-
-
-# --- products of nothing -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)

@@ -301,6 +301,20 @@ def test_an_override_of_rewrite_replaces_the_insertion_by_roles():
         MXFP8().rewrite(())
 
 
+def test_recipes_that_cannot_be_used():
+    class NoRoles(Recipe):
+        def roles(self):
+            return None
+
+    class NoHash(Recipe):
+        __hash__ = None
+
+    with pytest.raises(fm.InputError, match="must be hashable"):
+        fm.recipe(NoHash())
+    with fm.recipe(NoRoles()), pytest.raises(fm.InputError, match=r"roles\(\) must return"):
+        fm.Linear(2, 2)(torch.ones(1, 2))
+
+
 def block(name):
     if name == "moe":
         return nn.ModuleDict({"mlp": fm.MoE(H, I, 4, 2, shared_intermediate=I, shared_gate=True)})

@@ -245,6 +245,7 @@ FUNCTIONS = {
     ),
     "GroupedLoRA layer": (lambda v: fm.GroupedLoRA(v, 2), [None, nn.Linear(2, 2), linear(), "layer"], "layer"),
     "Router x": (lambda v: router()(v), [None, [1.0], X[0], X.int(), CODES, torch.ones(2, 7)], "x"),
+    "balance_bias": (lambda v: setattr(router(), "balance_bias", v), [torch.ones(3), 1.0], "balance_bias"),
     "MoE x": (lambda v: moe()(v), [None, [1.0], torch.tensor(1.0), CODES, torch.ones(2, 7), "x"], "x"),
     "MoE return_stats": (lambda v: moe()(X, return_stats=v), NO_FLAGS, "return_stats"),
     "MoE explain x": (lambda v: moe().explain(v), [None, torch.ones(2, 7)], "x"),
