@@ -29,6 +29,7 @@ class EmulatedGpu:
     def __init__(self, seed=0):
         self.seed = seed
         self.launches = 0
+        self.others = []  # tensors that kernels find by addresses in memory
         self.counter = torch.zeros(1, dtype=torch.int32)
         self.hosts = {}  # with the programs of their launches, by kernel
 
@@ -43,7 +44,7 @@ class EmulatedGpu:
             host, programs = self.hosts[kernel]
             machine = Machine(self.seed + self.launches, EAGERNESS[self.launches % len(EAGERNESS)])
             self.launches += 1
-            for argument in arguments:
+            for argument in (*arguments, *self.others):
                 if isinstance(argument, torch.Tensor):
                     machine.memory.add(argument)
 

@@ -4,6 +4,7 @@ Each function returns a function of the warp, or a `Result`. Instructions that r
 `asynchronous`.
 """
 
+import time
 from operator import itemgetter
 
 import numpy as np
@@ -90,6 +91,13 @@ def applied(target, slots, function):
     return run
 
 
+def trap(code, opcode, operands):
+    def run(w):
+        raise RuntimeError("trap")
+
+    return run
+
+
 # ---- moves
 
 
@@ -103,6 +111,8 @@ def mov(code, opcode, operands):
         low, high = (code.slot(s, part) for s in source.items)
         dtype, shift = DTYPES[kind], DTYPES[kind](BITS[part])
         return lambda w: w.put(target.slot, w.registers[low].astype(dtype) | w.registers[high].astype(dtype) << shift)
+    if source == ptx.Special("globaltimer"):
+        return lambda w: w.put(target.slot, np.full(32, time.perf_counter_ns(), U8))
     slot = code.slot(source, kind)
     return lambda w: w.put(target.slot, w.registers[slot])
 
@@ -384,7 +394,7 @@ def bar_warp(code, opcode, operands):
 
 TABLE = {
     "mov.": mov, "cvta.": cvta, "mapa.": mapa,
-    "ld.": ld, "st.shared": st, "st.global": st, "atom.": atom, "red.": atom,
+    "ld.": ld, "st.shared": st, "st.global": st, "st.relaxed": st, "st.release": st, "atom.": atom, "red.": atom,
     "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
-    "shfl.sync": shfl, "vote.sync": vote, "redux.sync": redux, "elect.sync": elect, "bar.warp.sync": bar_warp,
+    "shfl.sync": shfl, "vote.sync": vote, "redux.sync": redux, "elect.sync": elect, "bar.warp.sync": bar_warp, "trap": trap,
 }  # fmt: skip

@@ -1,0 +1,221 @@
+"""The kernels of this folder as functions of torch tensors. No call waits for the device.
+
+Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Matrices are
+bf16 or fp16, (rows, H), with unit stride in H; H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
+other tensors are contiguous. `why_not` checks these constraints.
+
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, R rows, H columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmoe.base.lasting import unread
+from fusedmoe.base.target import kernel_arch
+from fusedmoe.kernels.build.compiler import load
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
+from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.rows.move.slot_functions import no_scale, slots_at_once
+
+MOST_CHOSEN = 32  # a lane of a warp each
+ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
+SEND_CTAS, TOTAL_CTAS = 128, 264  # those of `Send` are resident together on every Hopper GPU
+
+
+class Region(NamedTuple):
+    """The regions of all ranks, as a rank addresses them; see control.py.
+
+    - ``peers``: (P,) int64, the address of each rank's region, on the device.
+    - ``control``: (`CONTROL_WORDS`,) int32, the control words of this rank.
+    - ``rank``: this rank.
+    - ``patience``: nanoseconds that a kernel waits for another rank.
+    """
+
+    peers: Tensor
+    control: Tensor
+    rank: int
+    patience: int
+
+
+def places(sizes: list[int]) -> tuple[list[int], int]:
+    """Return the first byte of each tensor of an exchange in a region, and the bytes of all, with the control."""
+    offsets, end = [], CONTROL_BYTES
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+def why_not(rows: Tensor, ranks: int, chosen: int) -> str | None:
+    """Return the reason why no kernel of this folder takes rows like these, (..., H); None if they do."""
+    if rows.dtype not in (torch.bfloat16, torch.float16):
+        return f"rows in {rows.dtype}, expected bf16 or fp16"
+    if rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1] % 8 or rows.stride(0) % 8 or rows.data_ptr() % 16:
+        return f"rows of shape {tuple(rows.shape)} and strides {rows.stride()}, expected multiples of 8 columns"
+    if chosen > MOST_CHOSEN:
+        return f"{chosen} experts per token, expected at most {MOST_CHOSEN}"
+    if ranks > MOST_RANKS:
+        return f"{ranks} ranks, expected at most {MOST_RANKS}"
+    return None
+
+
+def bind_signal(region: Region) -> Callable[[Region, int], None]:
+    """Return the function of ``(region, phase)`` that runs one phase of an exchange; see signal.py."""
+    from fusedmoe.kernels.exchange.signal import Signal  # deferred: imports the CuTe DSL
+
+    kernel = load(Signal(arch=kernel_arch(region.peers.device)))
+
+    def run(region: Region, phase: int) -> None:
+        kernel(region.peers, region.control, region.rank, phase, region.patience)
+
+    return run
+
+
+def bind_send(
+    x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, ranks: int, rows: int, here: int
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Begin a gather: of ``(region, x, index, weight)``, return ``(rows, index, weight)`` of all ranks.
+
+    ``rows`` (P*N, H) has this rank's rows; `bind_pull` adds those of others. ``index`` (P*N, K) int32 has the experts
+    of all ranks' rows, of which those of this rank are 0 to ``here`` - 1, and ``weight`` (P*N, K) their weights.
+    Without an index, both are None.
+
+    - ``index_TK``: int32 or int64. An id outside of [0, P * here) is a sentinel, which stays outside of [0, here).
+    - ``weight_TK``: fp32, bf16 or fp16. Rows after the T of their rank have any weights.
+    - ``ranks``, ``rows``, ``here``: P, N, and the experts of a rank.
+    """
+    from fusedmoe.kernels.exchange.send import Send  # deferred: imports the CuTe DSL
+
+    arch, columns, every = kernel_arch(x_TH.device), x_TH.shape[1], ranks * rows
+    dtype, no_ids, no_weight = NAMES[x_TH.dtype], *(unread(x_TH.device, d, 1) for d in (torch.int32, torch.float32))
+    if index_TK is None or weight_TK is None:
+        kernel, chosen, of_ids = load(Send(dtype, arch=arch)), 0, []
+    else:
+        kernel = load(Send(dtype, NAMES[index_TK.dtype], NAMES[weight_TK.dtype], arch=arch))
+        chosen = index_TK.shape[1]
+        of_ids = [4 * rows * chosen, weight_TK.itemsize * rows * chosen]
+    at = places([*of_ids, 0])[0]
+    numbers = rows, chosen, here, *(at if of_ids else (0, 0, *at))
+
+    def run(
+        region: Region, x_TH: Tensor, index_TK: Tensor | None = None, weight_TK: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        peers, control, rank, patience = region
+        out = x_TH.new_empty(every, columns)
+        if index_TK is None or weight_TK is None:
+            ids = no_ids, no_weight, no_ids, no_weight
+            kernel(x_TH, out, *ids, peers, control, rank, *numbers, patience, SEND_CTAS)
+            return out, None, None
+        index = index_TK.new_empty((every, chosen), dtype=torch.int32)
+        weight = weight_TK.new_empty(every, chosen)
+        kernel(
+            x_TH, out, index_TK.view(-1), weight_TK.view(-1), index.view(-1), weight.view(-1), peers, control, rank,
+            *numbers, patience, SEND_CTAS,
+        )  # fmt: skip
+        return out, index, weight
+
+    return run
+
+
+def bind_pull(rows_AH: Tensor, index_AK: Tensor, here: int, at_rows: int, sms: int) -> Callable[..., None]:
+    """End a gather: of ``(region, rows, index, words)``, read the rows of other ranks that have an expert here.
+
+    ``rows`` (P*N, H) and ``index`` (P*N, K) are those of `bind_send`. With ``words``, a matrix (P, W) int32 with one
+    line per step, the last element of line s grows by ``sms * WARPS`` when the rows of rank ``this rank + s`` are
+    there; a product may begin beside the kernel.
+
+    - ``here``: the experts of this rank.
+    - ``at_rows``: the first byte of the rows in a region.
+    - ``sms``: the SMs of the kernel, an even number.
+    """
+    from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
+
+    kernel = load(Pull(NAMES[rows_AH.dtype], arch=kernel_arch(rows_AH.device)))
+    every, chosen = index_AK.shape
+    no_words = unread(rows_AH.device, torch.int32, 1)
+
+    def run(region: Region, rows_AH: Tensor, index_AK: Tensor, words: Tensor | None = None) -> None:
+        peers, control, rank, patience = region
+        pitch = 0 if words is None else words.shape[1]
+        kernel(
+            rows_AH, index_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
+            every // peers.shape[0], chosen, here, 2 * pitch - 1, pitch, at_rows, patience, sms,
+        )  # fmt: skip
+
+    return run
+
+
+def arrivals(sms: int) -> int:
+    """Return the number by which `bind_pull` raises a word."""
+    from fusedmoe.kernels.exchange.pull import WARPS  # deferred: imports the CuTe DSL
+
+    return sms * WARPS
+
+
+def bind_push(
+    rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int
+) -> Callable[..., None]:
+    """Begin a return: of ``(region, rows, row_of_slot, values, begin, end)``, store the sums over the slots of other
+    ranks' tokens in their memory.
+
+    Step s is for rank ``this rank - s``; the kernel runs the steps from ``begin`` to before ``end``. Every step from 1
+    to P - 1 runs once, and with values also step 0.
+
+    - ``row_of_slot_AK``: (P*N, K) int64, R for a sentinel; K is at most `limits.MOST_SLOTS_BESIDE`.
+    - ``values_R``: (R,), values that are stored per slot, zero for a sentinel.
+    - ``at_parts``, ``at_values``: the first byte of the parts (P, N, H), and of the values (P, N, K), in a region.
+    - ``sms``: the SMs of the kernel, an even number.
+    """
+    from fusedmoe.kernels.exchange.push import Push  # deferred: imports the CuTe DSL
+
+    every, chosen = row_of_slot_AK.shape
+    values = None if values_R is None else NAMES[values_R.dtype]
+    kernel = load(Push(NAMES[rows_RH.dtype], slots_at_once(chosen), values=values, arch=kernel_arch(rows_RH.device)))
+    no_values = no_scale(rows_RH.shape[0], rows_RH.device)
+
+    def run(
+        region: Region, rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, begin: int, end: int
+    ) -> None:
+        peers, control, rank, patience = region
+        kernel(
+            rows_RH, row_of_slot_AK.view(-1), no_values if values_R is None else values_R, peers, control, rank,
+            every // peers.shape[0], chosen, begin, end, at_parts, at_values, patience, sms,
+        )  # fmt: skip
+
+    return run
+
+
+def bind_total(
+    out_TH: Tensor, values_TK: Tensor | None, rows: int, at_parts: int, at_values: int
+) -> Callable[[Region], tuple[Tensor, Tensor | None]]:
+    """End a return: the sums over ranks of the parts (P, N, H), and of the values (P, N, K), in this rank's region.
+
+    - ``out_TH``, ``values_TK``: tensors like the results.
+    - ``rows``: N.
+    """
+    from fusedmoe.kernels.exchange.total import Total  # deferred: imports the CuTe DSL
+
+    (tokens, columns), device = out_TH.shape, out_TH.device
+    values = None if values_TK is None else NAMES[values_TK.dtype]
+    chosen = 0 if values_TK is None else values_TK.shape[1]
+    kernel = load(Total(NAMES[out_TH.dtype], values, arch=kernel_arch(device)))
+    like = torch.empty(0, dtype=out_TH.dtype, device=device)
+    like_values = None if values_TK is None else torch.empty(0, dtype=values_TK.dtype, device=device)
+    no_values = unread(device, torch.float32, 1)
+
+    def run(region: Region) -> tuple[Tensor, Tensor | None]:
+        peers, control, rank, patience = region
+        out = like.new_empty(tokens, columns)
+        of_values = None if like_values is None else like_values.new_empty(tokens, chosen)
+        kernel(
+            out, no_values if of_values is None else of_values.view(-1), peers, control, rank, rows, chosen, at_parts,
+            at_values, patience, TOTAL_CTAS,
+        )  # fmt: skip
+        return out, of_values
+
+    return run

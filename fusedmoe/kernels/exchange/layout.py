@@ -1,0 +1,9 @@
+"""The control words of a region, see control.py. Without the CuTe DSL, for the host."""
+
+MOST_RANKS = 32  # a lane of a warp each
+READY, DONE, NUMBER = 0, MOST_RANKS, 2 * MOST_RANKS
+TICKETS = NUMBER + 1
+CONTROL_WORDS = 128
+REPORT = CONTROL_WORDS - 2  # and the next word: an address
+CONTROL_BYTES = 4 * CONTROL_WORDS
+BEGIN, TELL, END = range(3)  # phases of `Signal`

@@ -1,0 +1,146 @@
+"""`Send`: the begin of a gather. It copies this rank's rows to its region, and tells the other ranks.
+
+With ids, it then waits for the ids and weights of all ranks, which are small, and gathers them: a rank that knows them
+can sort the rows while these travel. All of its CTAs must be resident: they wait for each other's copies.
+
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, H columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.exchange.control import current, is_last, tell, wait_for_ranks
+from fusedmoe.kernels.exchange.layout import DONE, READY
+
+WARPS = 16  # per CTA
+LOADS = 8  # of 16 bytes per lane, at once
+TICKET = 0
+
+
+@dataclass(frozen=True)
+class Send(WarpKernel):
+    """Rows, and optionally ids and weights, to the region of this rank."""
+
+    dtype: str  # of the rows: "bf16" or "fp16"
+    index: str | None = None  # dtype of the ids: "int32" or "int64"; None for rows alone
+    weight: str = "fp32"  # dtype of the weights: "fp32", "bf16" or "fp16"
+
+    @property
+    def symbol(self) -> str:
+        ids = "" if self.index is None else f"_{self.index}_{self.weight}"
+        return f"{self.family}_send_{self.dtype}{ids}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of rows (T, H), result (P*N, H), ids (T*K,), weights (T*K,), gathered ids
+        (P*N*K,) int32, gathered weights (P*N*K,), regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32,
+        this rank, N, K, experts of a rank, first bytes of ids, weights and rows in a region, the time-out in
+        nanoseconds, and CTAs.
+        """
+        slots, every, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        return self.compiled_for(
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_matrix(self.dtype, cute.sym_int(), columns),
+            fake_vector(self.index or "int32", slots), fake_vector(self.weight, slots),
+            fake_vector("int32", every), fake_vector(self.weight, every),
+            fake_vector("int64", cute.sym_int()), fake_vector("int32", cute.sym_int()),
+            *[Int32(0)] * 4, *[Int64(0)] * 4, Int32(1),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self, x, out, index, weight, out_index, out_weight, peers, control,
+        rank, rows, chosen, here, at_index, at_weight, at_rows, patience, ctas, stream,
+    ):  # fmt: skip
+        self.kernel(
+            x, out, index, weight, out_index, out_weight, peers, control,
+            rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
+        ).launch(grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)  # fmt: skip
+
+    @cute.kernel
+    def kernel(
+        self, x, out, index, weight, out_index, out_weight, peers, control,
+        rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
+    ):  # fmt: skip
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        ranks, exchange = cute.size(peers), current(control)
+        if warp == 0:
+            wait_for_ranks(control, DONE, exchange - 1, ranks, patience)
+        cute.arch.sync_threads()
+        own = peers[rank]
+        if const_expr(self.index is not None):
+            number, step = cta * (WARPS * LANES) + thread, ctas * (WARPS * LANES)
+            to_index = self.at(Int32, own + at_index, rows * chosen)
+            to_weight = self.at(ELEMENTS[self.weight], own + at_weight, rows * chosen)
+            for slot in cutlass.range(number, rows * chosen, step, unroll=1):
+                expert = Int32(-1)  # also of rows after this rank's own
+                if slot < cute.size(index):
+                    given = Int64(index[slot])
+                    if given >= 0 and given < Int64(here * ranks):
+                        expert = Int32(given)
+                    to_weight[slot] = weight[slot]
+                    out_weight[rank * rows * chosen + slot] = weight[slot]
+                to_index[slot] = expert
+                out_index[rank * rows * chosen + slot] = expert - rank * here
+        self.copy_rows(x, out, own + at_rows, rank * rows, cta * WARPS + warp, ctas * WARPS)
+        if is_last(control, TICKET, ctas):
+            tell(peers, READY + rank, exchange)
+        if const_expr(self.index is not None):
+            self.gather(
+                out_index, out_weight, peers, control, rank, rows * chosen, here, at_index, at_weight, exchange,
+                patience,
+            )  # fmt: skip
+
+    def at(self, element, address, size):
+        """A vector in memory."""
+        pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=16)
+        return cute.make_tensor(pointer, cute.make_layout((size,)))
+
+    @cute.jit
+    def copy_rows(self, x, out, region, first, worker, workers):
+        """Copy the rows to the region and to their place in the result."""
+        columns = cute.assume(x.shape[1], divby=VECTOR)
+        pointer = cute.make_ptr(x.element_type, region, cute.AddressSpace.gmem, assumed_align=16)
+        sent = cute.make_tensor(pointer, cute.make_layout((x.shape[0], columns), stride=(columns, 1)))
+        lane, vectors = cute.arch.lane_idx(), columns // VECTOR
+        blocks = cute.ceil_div(vectors, LANES * LOADS)
+        for unit in cutlass.range(worker, x.shape[0] * blocks, workers, unroll=1):
+            row = unit // blocks
+            begin = (unit - row * blocks) * (LANES * LOADS) + lane
+            loaded = [cute.make_rmem_tensor((VECTOR,), x.element_type) for _ in range(LOADS)]
+            for i in cutlass.range_constexpr(LOADS):
+                # lanes past the last vector load that vector again: in a branch, the warp would wait for each load
+                vector = cutlass.min(begin + i * LANES, vectors - 1)
+                cute.autovec_copy(cute.local_tile(x[row, None], (VECTOR,), (vector,)), loaded[i])
+            for i in cutlass.range_constexpr(LOADS):
+                vector = begin + i * LANES
+                if vector < vectors:
+                    cute.autovec_copy(loaded[i], cute.local_tile(sent[row, None], (VECTOR,), (vector,)))
+                    cute.autovec_copy(loaded[i], cute.local_tile(out[first + row, None], (VECTOR,), (vector,)))
+
+    @cute.jit
+    def gather(
+        self, out_index, out_weight, peers, control, rank, slots, here, at_index, at_weight, exchange, patience
+    ):  # fmt: skip
+        """Read the ids and weights of the other ranks."""
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        if cute.arch.warp_idx() == 0:
+            wait_for_ranks(control, READY, exchange, cute.size(peers), patience)
+        cute.arch.sync_threads()
+        for step in cutlass.range(1, cute.size(peers), unroll=1):
+            source = (rank + step) % cute.size(peers)
+            from_index = self.at(Int32, peers[source] + at_index, slots)
+            from_weight = self.at(ELEMENTS[self.weight], peers[source] + at_weight, slots)
+            for slot in cutlass.range(cta * (WARPS * LANES) + thread, slots, ctas * (WARPS * LANES), unroll=2):
+                out_index[source * slots + slot] = from_index[slot] - rank * here
+                out_weight[source * slots + slot] = from_weight[slot]

@@ -1,0 +1,118 @@
+"""`Total`: the end of a return. ``y[t] = sum over ranks r of parts[r * N + t]``, in fp32, in the order of the ranks.
+
+The parts are in this rank's region. The kernel waits until every rank has written its own. Values, such as gradients of
+routing weights, are summed in the same way.
+
+A warp has one token and 256 columns. A lane loads the parts of up to 4 ranks at once.
+
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K values per row, H columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
+from fusedmoe.kernels.exchange.layout import READY
+
+WARPS = 8  # per CTA
+AT_ONCE = 4  # parts that a lane loads at once
+TICKET = 1
+
+
+@dataclass(frozen=True)
+class Total(WarpKernel):
+    """Sums over ranks."""
+
+    dtype: str  # of the parts: "bf16" or "fp16"
+    values: str | None = None  # dtype of values that are summed too: "fp32", "bf16" or "fp16"; None for none
+
+    @property
+    def symbol(self) -> str:
+        values = f"_{self.values}" if self.values else ""
+        return f"{self.family}_total_{self.dtype}{values}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of results (T, H), results of values (T*K,), regions of the ranks (P,)
+        int64, control (`CONTROL_WORDS`,) int32, this rank, N, K, first bytes of the parts and of the values in a
+        region, the time-out in nanoseconds, and CTAs.
+        """
+        return self.compiled_for(
+            fake_matrix(self.dtype, cute.sym_int(), cute.sym_int(divisibility=VECTOR)),
+            fake_vector(self.values or "fp32", cute.sym_int()), fake_vector("int64", cute.sym_int()),
+            fake_vector("int32", cute.sym_int()), *[Int32(0)] * 3, *[Int64(0)] * 3, Int32(1),
+        )  # fmt: skip
+
+    @cute.jit
+    def __call__(
+        self, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience, ctas, stream
+    ):
+        self.kernel(out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience).launch(
+            grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience):
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        ranks, exchange = cute.size(peers), current(control)
+        if warp == 0 and lane < ranks and lane != rank:
+            wait_for(control, READY + lane, exchange, patience)
+        cute.arch.sync_threads()
+        columns = cute.assume(out.shape[1], divby=VECTOR)
+        pointer = cute.make_ptr(out.element_type, peers[rank] + at_parts, cute.AddressSpace.gmem, assumed_align=16)
+        parts = cute.make_tensor(
+            pointer, cute.make_layout((ranks, rows, columns), stride=(rows * columns, columns, 1))
+        )  # fmt: skip
+        vectors = columns // VECTOR
+        blocks = cute.ceil_div(vectors, LANES)
+        for unit in cutlass.range(cta * WARPS + warp, out.shape[0] * blocks, ctas * WARPS, unroll=1):
+            token = unit // blocks
+            column = (unit - token * blocks) * LANES + lane
+            self.sum_parts(out, parts, token, column, vectors, ranks)
+        if const_expr(self.values is not None):
+            pointer = cute.make_ptr(
+                out_values.element_type, peers[rank] + at_values, cute.AddressSpace.gmem, assumed_align=4
+            )  # fmt: skip
+            given = cute.make_tensor(pointer, cute.make_layout((ranks, rows * chosen), stride=(rows * chosen, 1)))
+            for slot in cutlass.range(
+                cta * (WARPS * LANES) + thread, cute.size(out_values), ctas * (WARPS * LANES), unroll=1
+            ):  # fmt: skip
+                total = Float32(given[0, slot])
+                for r in cutlass.range(1, ranks, unroll=1):
+                    total += Float32(given[r, slot])
+                out_values[slot] = total.to(out_values.element_type)
+        if is_last(control, TICKET, ctas):
+            complete(control, peers, rank, exchange)
+
+    @cute.jit
+    def sum_parts(self, out, parts, token, column, vectors, ranks):
+        """Sum 8 columns of a token per lane."""
+        total = cute.make_rmem_tensor((VECTOR,), Float32)
+        total.fill(0.0)
+        for first in cutlass.range(0, ranks, AT_ONCE, unroll=1):
+            loaded = [cute.make_rmem_tensor((VECTOR,), out.element_type) for _ in range(AT_ONCE)]
+            for i in cutlass.range_constexpr(AT_ONCE):
+                # ranks and columns past the last load the last ones again: in a branch, the warp would wait for each
+                r, v = cutlass.min(first + i, ranks - 1), cutlass.min(column, vectors - 1)
+                cute.autovec_copy(cute.local_tile(parts[r, token, None], (VECTOR,), (v,)), loaded[i])
+            for i in cutlass.range_constexpr(AT_ONCE):
+                if first + i < ranks:
+                    values = loaded[i].load().to(Float32)
+                    if first + i == 0:
+                        total.store(values)
+                    else:
+                        total.store(total.load() + values)
+        if column < vectors:
+            result = cute.make_rmem_tensor((VECTOR,), out.element_type)
+            result.store(total.load().to(out.element_type))
+            cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (column,)))

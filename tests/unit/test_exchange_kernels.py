@@ -1,0 +1,193 @@
+"""The kernels of exchanges between GPUs, emulated: the ranks' regions are tensors of one process.
+
+Launches of an emulated GPU run one after the other. So the words that a kernel waits for are there before its launch.
+"""
+
+import pytest
+import torch
+from emulator.gpu import emulated
+from kit.poison import nan_in_new_tensors
+
+from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, DONE, END, NUMBER, READY, TELL
+
+BF16 = torch.bfloat16
+SMS = 2
+EXPERTS_HERE = 2
+
+
+@pytest.fixture(autouse=True)
+def few_ctas(monkeypatch):
+    monkeypatch.setattr(functions, "SEND_CTAS", 2)
+    monkeypatch.setattr(functions, "TOTAL_CTAS", 3)
+
+
+class Ranks:
+    """The regions of some ranks, of which all but the control words are NaN."""
+
+    def __init__(self, gpu, ranks, nbytes, number):
+        self.memory = torch.full((ranks, -(-nbytes // 16) * 4), -1, dtype=torch.int32)
+        for memory in self.memory:
+            memory[:CONTROL_WORDS] = 0
+            memory[NUMBER] = number  # numbers may wrap
+            memory[DONE : DONE + ranks] = number
+            memory[READY : READY + ranks] = number
+        gpu.others = [self.memory]
+        self.peers = torch.tensor([m.data_ptr() for m in self.memory])
+        self.of = [functions.Region(self.peers, m[:CONTROL_WORDS], r, 10**9) for r, m in enumerate(self.memory)]
+
+    def arrived(self, number):
+        """Let every rank find the data of the others there."""
+        for memory in self.memory:
+            memory[READY : READY + len(self.memory)] = number
+
+    def at(self, rank, first, *shape, dtype=BF16):
+        """A tensor in the region of a rank."""
+        count = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory[rank].view(torch.uint8)[first : first + count].view(dtype).view(shape)
+
+
+def routed(ranks, rows, chosen, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    counts = [rows - r % 2 for r in range(ranks)]
+    x = [torch.randn(n, 2 * 64 + 8, generator=generator).to(BF16) for n in counts]
+    index = [torch.randint(-1, ranks * EXPERTS_HERE + 2, (n, chosen), generator=generator) for n in counts]
+    weight = [torch.rand(n, chosen, generator=generator) for n in counts]
+    return counts, x, index, weight
+
+
+@pytest.mark.parametrize(("ranks", "rows", "chosen"), [(2, 5, 3), (3, 40, 2)])
+@pytest.mark.parametrize("number", [0, 2**31 - 1], ids=["first", "wraps"])
+def test_gather(ranks, rows, chosen, number):
+    counts, x, index, weight = routed(ranks, rows, chosen)
+    columns = x[0].shape[1]
+    at = functions.places([4 * rows * chosen, 4 * rows * chosen, 2 * rows * columns])
+    after = number + 1 if number < 2**31 - 1 else -(2**31)
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, at[1], number)
+        world.arrived(after)
+        for _ in range(2):  # in the first round, a rank gathers ids before later ranks have written theirs
+            sent = []
+            for r in range(ranks):
+                send = functions.bind_send(x[r], index[r], weight[r], ranks, rows, EXPERTS_HERE)
+                sent.append(send(world.of[r], x[r], index[r], weight[r]))
+        for r, (got, ids, weights) in enumerate(sent):
+            words = torch.zeros(ranks, 5, dtype=torch.int32)
+            pull = functions.bind_pull(got, ids, EXPERTS_HERE, at[0][2], SMS)
+            assert world.memory[r][NUMBER] == number
+            pull(world.of[r], got, ids, words)
+            assert words[1:, -1].tolist() == [functions.arrivals(SMS)] * (ranks - 1)
+            assert not words[0].any()
+            assert not words[:, :-1].any()
+            for q in range(ranks):
+                ids_q, count = ids.view(ranks, rows, chosen)[q], counts[q]
+                valid = (index[q] >= 0) & (index[q] < ranks * EXPERTS_HERE)
+                want = torch.where(valid, index[q] - r * EXPERTS_HERE, -1)
+                here = (want >= 0) & (want < EXPERTS_HERE)
+                assert torch.equal(
+                    torch.where((ids_q >= 0) & (ids_q < EXPERTS_HERE), ids_q, -1)[:count], torch.where(here, want, -1)
+                )
+                assert not ((ids_q[count:] >= 0) & (ids_q[count:] < EXPERTS_HERE)).any()
+                assert torch.equal(weights.view(ranks, rows, chosen)[q][:count], weight[q])
+                rows_q = got.view(ranks, rows, columns)[q][:count]
+                wanted = here.any(1) if q != r else torch.ones(count, dtype=torch.bool)
+                assert torch.equal(rows_q[wanted], x[q][wanted])
+                assert rows_q[~wanted].isnan().all()  # nobody copies them
+                assert wanted.any()
+    for memory in world.memory:
+        assert memory[NUMBER] == after
+        assert memory[DONE : DONE + ranks].tolist() == [after] * ranks
+        assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+def test_gather_of_rows_alone():
+    ranks, rows = 2, 9
+    _, x, *_ = routed(ranks, rows, 2)
+    at = functions.places([2 * rows * x[0].shape[1]])
+    index = torch.zeros(ranks * rows, 2, dtype=torch.int32)
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, at[1], 6)
+        got = [functions.bind_send(x[r], None, None, ranks, rows, 2)(world.of[r], x[r])[0] for r in range(ranks)]
+        for memory in world.memory:
+            assert memory[READY : READY + ranks].tolist() == [7] * ranks
+        for r in range(ranks):
+            functions.bind_pull(got[r], index, 2, at[0][0], SMS)(world.of[r], got[r], index)
+            assert all(torch.equal(got[r].view(ranks, rows, -1)[q][: len(x[q])], x[q]) for q in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("valued", [False, True])
+def test_return(ranks, valued):
+    rows, chosen, tokens, total, columns = 6, 3, 5, 20, 264
+    generator = torch.Generator().manual_seed(ranks)
+    given = [torch.randn(total, columns, generator=generator).to(BF16) for _ in range(ranks)]
+    values = [torch.randn(total, generator=generator) if valued else None for _ in range(ranks)]
+    slots = [
+        torch.randint(0, total + 9, (ranks * rows, chosen), generator=generator).clamp(max=total) for _ in range(ranks)
+    ]
+    at = functions.places([2 * ranks * rows * columns, 4 * ranks * rows * chosen])
+    at_parts, at_values = at[0]
+
+    def part(r, q):
+        """The sums of rank r for the tokens of rank q, in the order of slots."""
+        padded = torch.cat([given[r], torch.zeros(1, columns, dtype=BF16)]).float()
+        sums = torch.zeros(rows, columns)
+        for k in range(chosen):
+            sums += padded[slots[r].view(ranks, rows, chosen)[q, :, k]]
+        return sums.to(BF16)
+
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, at[1], -1)
+        for r in range(ranks):
+            push = functions.bind_push(given[r], slots[r], values[r], at_parts, at_values, SMS)
+            own = world.at(r, at_parts, ranks, rows, columns)
+            own[r] = part(r, r)
+            for begin, end in [(0 if valued else 1, 2), (2, ranks)]:
+                if begin < end:
+                    push(world.of[r], given[r], slots[r], values[r], begin, end)
+        for q in range(ranks):
+            others = [0] * ranks
+            if not valued:
+                others[q] = -1  # a rank tells itself nothing
+            assert world.memory[q][READY : READY + ranks].tolist() == others
+            like = torch.empty(tokens, columns, dtype=BF16), torch.empty(tokens, chosen) if valued else None
+            y, of_values = functions.bind_total(*like, rows, at_parts, at_values)(world.of[q])
+            want = torch.zeros(tokens, columns)
+            for r in range(ranks):
+                want += part(r, q)[:tokens].float()
+            assert torch.equal(y, want.to(BF16))
+            assert y.float().norm() > 1
+            if valued:
+                padded = [torch.cat([v, torch.zeros(1)]) for v in values]
+                of_slots = [padded[r][slots[r].view(ranks, rows, chosen)[q, :tokens]] for r in range(ranks)]
+                assert torch.equal(of_values, sum(of_slots[1:], of_slots[0]))
+    for memory in world.memory:
+        assert memory[NUMBER] == 0
+        assert memory[DONE : DONE + ranks].tolist() == [0] * ranks
+        assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+def test_signals():
+    with emulated() as gpu:
+        world = Ranks(gpu, 2, 4 * CONTROL_WORDS, 3)
+        signal = functions.bind_signal(world.of[0])
+        signal(world.of[0], BEGIN)
+        world.arrived(4)
+        world.memory[1][READY] = 3
+        signal(world.of[0], TELL)
+        assert world.memory[1][READY : READY + 2].tolist() == [4, 4]
+        assert world.memory[0][NUMBER] == 3
+        signal(world.of[0], END)
+        assert world.memory[0][NUMBER] == 4
+        assert world.memory[1][DONE : DONE + 2].tolist() == [4, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "ranks", "chosen", "message"),
+    [((4, 16), torch.float32, 2, 2, "float32"), ((4, 12), BF16, 2, 2, "multiples of 8"), ((4, 16), BF16, 33, 2, "33 ranks"),
+     ((4, 16), BF16, 2, 33, "33 experts per token"), ((4, 16), BF16, 32, 32, None)],
+)  # fmt: skip
+def test_refusals(shape, dtype, ranks, chosen, message):
+    reason = functions.why_not(torch.empty(shape, dtype=dtype), ranks, chosen)
+    assert (reason is None) == (message is None)
+    assert message is None or message in reason
