@@ -42,6 +42,11 @@ def current_stream(device: torch.device) -> int:
     return _raw_stream(device.index)
 
 
+def external_stream(device: torch.device, address: int) -> torch.cuda.Stream:
+    """Return the stream of an address that `current_stream` has returned."""
+    return torch.cuda.ExternalStream(address, device)  # type: ignore[no-untyped-call]
+
+
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a CPU build
 
 

@@ -21,15 +21,7 @@ class AllGather(Engine):
 
     name: ClassVar[str] = "allgather"
 
-    def start_gather(
-        self,
-        tensors: Sequence[Tensor],
-        rows: int,
-        wanted: Wanted | None = None,
-        lend: bool = False,
-        told: Tensor | None = None,
-    ) -> Pending:
-        assert told is None, "the kernels of a collective wait for SMs, so a product must not wait for them"
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         gathered = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
         own = [out[self.rank * rows :][:rows] for out in gathered]
         for here, t in zip(own, tensors, strict=True):
@@ -39,7 +31,7 @@ class AllGather(Engine):
         collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         return Pending(gathered, [*map(self._started, repeat(collective), gathered, own)], own)
 
-    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
         received = [torch.empty_like(t) for t in tensors]
         waits = [*map(self._started, repeat(dist.all_to_all_single), received, tensors)]
         return self._exchanged(tensors, received, waits)

@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmoe.base.errors import InputError
+from fusedmoe.base.lasting import current_stream, external_stream
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,23 +48,10 @@ def collectives(group: ProcessGroup, device: torch.device) -> int | None:
     return counted if of_group is None else counted - of_group.get(backend.name(), 0)
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The rows of an exchange that matter to this rank: an engine may leave out all others."""
-
-    chosen: int  # K, chosen experts per token, from which an engine estimates their number
-    # Returns which they are; see the methods of `Engine`. An engine that leaves out rows calls it, on the stream of its
-    # exchange.
-    rows: Callable[..., Tensor]
-    # ``bind_copy(out, sms)`` returns a function ``copy(source, row_of, out)`` for tensors (N, ...) like ``out``:
-    # ``out[n] = source[row_of[n]]``, zeros where ``row_of[n]`` is N, by a kernel on ``sms`` SMs. It returns None if no
-    # kernel copies such rows: then an engine leaves out none of them.
-    bind_copy: Callable[[Tensor, int], Callable[..., object] | None] = lambda out, sms: None
-
-
-def expected_share(ranks: int, chosen: int) -> float:
-    """Return the share of the tokens of which one of P ranks has an expert, of K chosen ones, under even routing."""
-    return float(1 - (1 - 1 / ranks) ** chosen)
+def chosen_ids(expert_index: Tensor, num_experts: int) -> Tensor:
+    """Return expert ids as int32, with -1 or E for sentinels: in few launches, since all other work waits for it."""
+    wide = expert_index if expert_index.dtype is torch.int64 else expert_index.to(torch.int32)
+    return wide.clamp(-1, num_experts).to(torch.int32)
 
 
 class Pending:
@@ -72,21 +60,15 @@ class Pending:
     - ``results``: the results of the exchange, one for each tensor that was given.
     - ``waits``: for each, a function that lets the current stream wait until it is complete.
     - ``given``: objects that hold the tensors that the exchange reads: they live until it is complete.
-    - ``begun``: lets the current stream wait until a kernel may wait for the rows of other ranks, see `Engine.tells`.
-    - ``give_back``: tells the engine that all work that reads a lent result has been launched.
     """
 
-    def __init__(
-        self,
-        results: list[Any],
-        waits: Sequence[Callable[[], object]],
-        given: Sequence[object],
-        begun: Callable[[], object] = lambda: None,
-        give_back: Callable[[], object] = lambda: None,
-    ) -> None:
+    # The number by which the word of a rank grows when its rows are there, if a kernel can follow them; see `follow`.
+    arrivals: int = 0
+
+    def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[object] = ()) -> None:
         self._results, self._waits, self._given = results, [*waits], given
-        self.begun, self.give_back = begun, give_back
-        self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        device = results[0].device
+        self._stream = (device, current_stream(device)) if device.type == "cuda" else None
 
     def unfinished(self, number: int) -> Any:
         """Return a result of which the rows of other ranks may still be written."""
@@ -102,17 +84,45 @@ class Pending:
         """Return all results."""
         return [self.wait(i) for i in range(len(self._results))]
 
+    def shift_ids(self, first: int) -> None:
+        """Subtract a number from the first result, once it is complete."""
+        wait, ids = self._waits[0], self._results[0]
+
+        def shifted() -> None:
+            wait()
+            ids.sub_(first)
+
+        self._waits[0] = shifted
+
+    def follow(self, words: Tensor) -> None:
+        """Let the next kernel of the current stream, which may begin beside the last one, follow the rows of the last
+        result. If ``arrivals`` is not 0, this is called in place of `wait` of that result.
+
+        ``words`` is a matrix (P, W) int32, with a line per step: step s is rank ``this rank + s``. The last element of
+        line s, of s > 0, grows by `arrivals` when the rows of its rank are there.
+        """
+        raise NotImplementedError
+
     def __del__(self) -> None:
         # after an error before the wait, memory that is still read or written must not be used again
         left = [wait for wait in self._waits if wait is not nothing]
         if left:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            with nullcontext() if self._stream is None else torch.cuda.stream(external_stream(*self._stream)):
                 for wait in left:
                     wait()
 
 
 def nothing() -> None:
     """Wait for a result that is complete."""
+
+
+class Wanted(NamedTuple):
+    """The rows of a gather that matter to this rank: those that chose one of its experts. An engine may leave out all
+    others.
+    """
+
+    index: Tensor  # (P*N, K) int32: ids of this rank's experts, 0 to ``experts - 1``, and others
+    experts: int
 
 
 ENGINES: dict[str, type[Engine]] = {}  # by name; a class that has one is entered here
@@ -133,6 +143,8 @@ class Engine:
     static_shapes: ClassVar[bool] = True
     # Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
     compares_experts: ClassVar[bool] = True
+    # The SMs that a product beside an exchange leaves to it: a barrier between the ranks is a kernel.
+    sms: ClassVar[int] = 2
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -143,52 +155,37 @@ class Engine:
         self.group, self.timeout_s = group, timeout_s
         self.ranks, self.rank = group.size(), group.rank()
 
-    def sms(self, chosen: int) -> int:
-        """Return the SMs that a product beside an exchange leaves to it, for K chosen experts per token."""
-        return 2  # a barrier between the ranks is a kernel
-
-    def tells(self, chosen: int) -> bool:
-        """Whether the gather of tokens with K chosen experts can tell a kernel that its rows are complete.
-
-        Such a kernel waits on all of its SMs. So it is launched after `Pending.begun`: from then on, the rows arrive
-        without an SM, and whatever the other ranks do.
-        """
-        return False
-
-    def start_gather(
-        self,
-        tensors: Sequence[Tensor],
-        rows: int,
-        wanted: Wanted | None = None,
-        lend: bool = False,
-        told: Tensor | None = None,
+    def start_gather_of_tokens(
+        self, tokens: Sequence[Tensor], index: Tensor, weight: Tensor, rows: int, experts: int
     ) -> Pending:
+        """Begin to gather expert ids, routing weights and tokens: those of this rank's experts are 0 to
+        ``experts - 1`` in the ids, and all others are sentinels.
+
+        - ``tokens``: (T, ...) each, contiguous.
+        - ``index``: (T, K), of the experts of all ranks. Other ids are sentinels.
+        - ``weight``: (T, K).
+        - ``rows``: N.
+        - ``experts``: E / P.
+        """
+        ids = chosen_ids(index, self.ranks * experts)
+        if len(ids) < rows:  # sentinels also in the rows of a rank after its own tokens
+            ids = F.pad(ids, (0, 0, 0, rows - len(ids)), value=-1)
+        pending = self.start_gather([ids, weight.contiguous(), *tokens], rows)
+        pending.shift_ids(self.rank * experts)
+        return pending
+
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         """Begin to gather the rows of all ranks, in rank order: (P*N, ...) for each tensor (T, ...).
 
         Those of this rank are complete first, for the current stream. The others arrive in the order of the tensors.
 
         - ``tensors``: (T, ...) each, contiguous, on one device.
         - ``rows``: N. The rows of a rank after its own T have any values.
-        - ``wanted``: its function gets the gathered tensors except the last, and returns (P*N,) bool: the wanted rows
-          of the last one. All other rows have any values. None: all rows are wanted.
-        - ``lend``: whether the last result may be memory of the engine, which saves a copy. The next exchange
-          overwrites it, so the caller calls `Pending.give_back` before, after the last launch that reads it.
-        - ``told``: (1,) int32, on the device: 0 from now on for the current stream, and 1 when the last result is
-          complete. Only if the engine `tells`.
+        - ``wanted``: the wanted rows of the last tensor. All other rows have any values. None: all rows are wanted.
         """
         raise NotImplementedError
 
-    def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        """Return tensors of these shapes and dtypes, which the current stream may write, for the next exchange.
-
-        If that is a `start_exchange` of some of them, an engine need not copy these.
-
-        - ``like``: all tensors of the exchange, in order; their memory is not used.
-        - ``device``: where the results are.
-        """
-        return [torch.empty(t.shape, dtype=t.dtype, device=device) for t in like]
-
-    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
         """Begin to exchange rows: from (P*N, ...) with N rows for each rank, (P, N, ...), the rows that each rank has
         for this one; as a tensor or, of two ranks, as a list.
 
@@ -196,8 +193,6 @@ class Engine:
         them until then.
 
         - ``tensors``: (P*N, ...) each, contiguous, on one device.
-        - ``wanted``: its function returns (P, N) bool. All other rows are zeros on every rank. None: all rows are
-          wanted.
         """
         raise NotImplementedError
 
@@ -205,9 +200,9 @@ class Engine:
         """Return the results of `start_gather`."""
         return self.start_gather(tensors, rows, wanted).wait_all()
 
-    def exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> list[Sequence[Tensor] | Tensor]:
+    def exchange(self, tensors: Sequence[Tensor]) -> list[Sequence[Tensor] | Tensor]:
         """Return the results of `start_exchange`."""
-        return self.start_exchange(tensors, wanted).wait_all()
+        return self.start_exchange(tensors).wait_all()
 
     def _exchanged(
         self,

@@ -1,51 +1,65 @@
-"""The engine ``"symmetric"``: ranks read each other's memory, inside one NVLink domain, by torch's symmetric memory.
+"""The engine ``"symmetric"``: kernels that read and write each other's memory, inside one NVLink domain.
 
-A rank writes its rows into a buffer that all ranks can address, on the stream of the layer: a copy inside a GPU is a
-kernel, which would wait for the SMs of a product beside it. After a barrier on the device, each rank reads the rows of
-the others, on the engine's stream: all of them by its copy engines, which take no SM, or, where it wants few of them,
-only these by a kernel on a few SMs. No host takes part. A CUDA graph can capture an exchange.
+Each rank has a region in torch's symmetric memory, which all ranks can address. Exchanges have numbers, and the ranks
+tell each other in words of their regions how far they are (kernels/exchange/control.py). No host takes part, there is
+no barrier and no second stream: all work is on the stream of the layer, and a CUDA graph can capture it.
 
-A second barrier ends each exchange: when a rank passes it, all ranks have read, and the next exchange may write. A
-consumer of the rows does not wait for it. A product may begin before the rows of other ranks are complete: after the
-copies, the engine's stream writes a word in memory, for which the product waits. It is launched after the first
-barrier: from then on, the rows need no SM and no other rank to arrive, so that the product cannot wait for itself.
+- A gather: `Send` copies this rank's rows to its region, and `Pull` reads the rows of the others, on a few SMs. A
+  product that the stream gets next may begin beside `Pull`, and follow the rows (`Pending.follow`).
+- A return: `Push` stores this rank's sums for others in their regions, and `Total` adds those that it gets. A rule
+  launches both; see `Symmetric.begin_return`.
 
-CUDA graphs have a buffer of their own, since a replay and the exchanges of the engine's stream do not wait for each
-other, and a graph ends after the second barrier.
+What these kernels do not take, such as rows in fp32, is copied by torch, with the same words and at the same places in
+the regions (`Signal`). So ranks need not agree on the kernels.
+
+CUDA graphs have a region of their own, since a replay and an eager call may be on different streams.
 
 Axes as in engine.py.
 """
 
 from __future__ import annotations
 
+import atexit
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, expected_share, nothing
-from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, gpu_id, why_not, write_word
+from fusedmoe.base.lasting import current_stream, external_stream
+from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
+from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
+from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, END, REPORT, TELL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+# Of `Pull` and of `Push`, even numbers. With 224 KiB under way per SM, 16 have 3.5 MiB under way, and NVLink delivers
+# less than 1 MiB in the 2 us of a read. `Push` also reads the rows that it sums.
+PULL_SMS, PUSH_SMS = 16, 16
 
-ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
-# the largest share of another rank's rows for which a kernel reads them: it reads a tenth slower than the copy engines,
-# and takes SMs from the products beside it
-FEW = 0.8
-# of the kernel, an even number: with 224 KiB under way per SM, it has 3.5 MiB under way, and NVLink delivers less than
-# 1 MiB in the 2 us of a read
-SMS = 16
+
+@dataclass(frozen=True, eq=False)
+class Channel:
+    """The regions of exchanges that follow each other."""
+
+    buffer: SymmetricBuffer
+    region: functions.Region
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
 
 
 class Symmetric(Engine):
-    """`start_gather` and `start_exchange` by reads of the memory of other ranks.
+    """Exchanges by reads and writes of the memory of other ranks.
 
     - ``group``: the ranks, all in one NVLink domain, each with its own GPU.
     - ``timeout_s``: seconds that a rank waits for the others in one exchange.
@@ -53,6 +67,7 @@ class Symmetric(Engine):
 
     name: ClassVar[str] = "symmetric"
     compares_experts: ClassVar[bool] = False  # its ranks meet in no collective of the group
+    sms: ClassVar[int] = 0  # a product begins beside the kernel of an exchange, which has its SMs already
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
@@ -60,265 +75,208 @@ class Symmetric(Engine):
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
-        self._buffers: list[SymmetricBuffer] = []  # of the engine's stream, and of CUDA graphs
-        self._in_graphs: list[SymmetricBuffer] = []  # those that a graph may have recorded, of any size
-        self._rooms: tuple[SymmetricBuffer | None, set[int]] = None, set()  # of `room`: a buffer, and addresses in it
-        self._count = 0  # of exchanges
-        self._stream: torch.cuda.Stream | None = None
-        self._apart = False  # whether each rank has a GPU of its own, as far as the ranks have told
+        self._channels: list[Channel] = []  # of eager calls, and of CUDA graphs
+        self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
+        self._stream: int | None = None  # the stream of the last eager exchange
+        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}  # functions that launch kernels
+        self._report: Tensor | None = None  # two words of the host's memory, see `REPORT`
 
-    def sms(self, chosen: int) -> int:
-        return super().sms(chosen) + (SMS if expected_share(self.ranks, chosen) <= FEW else 0)
+    # ---- gather
 
-    def tells(self, chosen: int) -> bool:
-        # The kernel that reads few rows may wait for an SM, and so may a copy inside a GPU. A CUDA graph may begin with
-        # either of two branches.
-        few = expected_share(self.ranks, chosen) <= FEW
-        return self._apart and not few and not torch.cuda.is_current_stream_capturing()
-
-    def start_gather(
-        self,
-        tensors: Sequence[Tensor],
-        rows: int,
-        wanted: Wanted | None = None,
-        lend: bool = False,
-        told: Tensor | None = None,
+    def start_gather_of_tokens(
+        self, tokens: Sequence[Tensor], index: Tensor, weight: Tensor, rows: int, experts: int
     ) -> Pending:
-        shapes = [(self.ranks, rows, *t.shape[1:]) for t in tensors]
-        offsets, nbytes = _layout([math.prod(s) * t.itemsize for s, t in zip(shapes, tensors, strict=True)])
-        if told is not None:
-            write_word(told, 0 if nbytes else 1)
-        if not nbytes:
-            empty = [t.new_empty(self.ranks * rows, *t.shape[1:]) for t in tensors]
-            return Pending(empty, [nothing] * len(tensors), tensors)
-        waits: list[Callable[[], None]] = []
-        with self._exchange():
-            buffer = self._writable(nbytes, tensors[0].device)
+        chosen, last = index.shape[1], tokens[-1]
+        if not rows or len(tokens) > 1 or functions.why_not(last, self.ranks, chosen, weight.dtype):
+            return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
+        if index.dtype not in (torch.int32, torch.int64):
+            index = index.to(torch.int32)
+        places, nbytes = self._gathered_places([(chosen,), (chosen,), last.shape[1:]], rows, [4, weight.itemsize, 2])
+        index, weight = index.contiguous(), weight.contiguous()
+        key = "send", last.dtype, last.shape[1], index.dtype, weight.dtype, chosen, rows, experts
+        send = self._bound.get(key)
+        if send is None:
+            send = self._bound[key] = functions.bind_send(last, index, weight, self.ranks, rows, experts)
+        with self._exchange(nbytes, last.device) as channel:
+            gathered, ids, weights = send(channel.region, last, index, weight)
+        wanted = Wanted(ids, experts)
+        return _Pulled(self, channel, [ids, weights, gathered], wanted, places[-1])
+
+    def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
+        shapes = [t.shape[1:] for t in tensors]
+        places, nbytes = self._gathered_places(shapes, rows, [t.itemsize for t in tensors])
+        results = [t.new_empty(self.ranks * rows, *shape) for t, shape in zip(tensors, shapes, strict=True)]
+        if not sum(t.nbytes for t in results):
+            return Pending(results, [nothing] * len(results))
+        last = tensors[-1]
+        kernels = len(tensors) == 1 and wanted is not None
+        if wanted is not None and kernels and not functions.why_not(last, self.ranks, wanted.index.shape[1]):
+            key = "send", last.dtype, last.shape[1], rows
+            send = self._bound.get(key)
+            if send is None:
+                send = self._bound[key] = functions.bind_send(last, None, None, self.ranks, rows, 0)
+            with self._exchange(nbytes, last.device) as channel:
+                gathered, *_ = send(channel.region, last)
+            return _Pulled(self, channel, [gathered], wanted, places[-1])
+        with self._exchange(nbytes, last.device) as channel:
+            self._signal(channel, BEGIN)
             of_ranks = [
-                [buffer.of_rank(r, offset, shape, t.dtype) for r in range(self.ranks)]
-                for t, shape, offset in zip(tensors, shapes, offsets, strict=True)
+                [channel.buffer.of_rank(r, place, (rows, *shape), t.dtype) for r in range(self.ranks)]
+                for t, shape, place in zip(tensors, shapes, places, strict=True)
             ]
-            *small, last = [
-                _Gathered(t, there, self.rank, lend and t is tensors[-1])
-                for t, there in zip(tensors, of_ranks, strict=True)
-            ]
-            _copy([pair for one in small for pair in (one.sent(), *one.own())])
-            _copy([last.sent()])
-            with self._reading(buffer):
-                begun = nothing if told is None else self._recorded()
-                for one in (*small, last):
-                    few, copy = None, self._copy_of_few(wanted, one.result) if one is last else None
-                    if wanted is not None and copy is not None:
-                        few = copy, wanted.rows(*[s.result.flatten(0, 1) for s in small]).view(self.ranks, rows)
-                    _read({r: one.sources[r] for r in self._others()}, one.result, few)
-                    if one is last and told is not None:
-                        write_word(told, 1)
-                    waits.append(self._recorded())
-            _copy(last.own())  # while the small ones travel
-            waits[-1] = self._until_done(waits[-1])
-        results = [one.result.flatten(0, 1) for one in (*small, last)]
-        give_back = self._after_consumer if lend else nothing
-        return Pending(results, waits, [*tensors, wanted, told], begun, give_back)
+            for t, there, result in zip(tensors, of_ranks, results, strict=True):
+                there[self.rank][: len(t)].copy_(t)
+                result[self.rank * rows :][: len(t)].copy_(t)
+            self._signal(channel, TELL)
+            for there, result in zip(of_ranks, results, strict=True):
+                for rank in self._others():
+                    result[rank * rows : (rank + 1) * rows].copy_(there[rank])
+            self._signal(channel, END)
+        return Pending(results, [nothing] * len(results))
 
-    def room(self, like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-        offsets, nbytes = _layout([t.nbytes for t in like])
-        if not nbytes:
-            return super().room(like, device)
-        with self._exchange():
-            buffer = self._writable(nbytes, device)
-        rooms = [buffer.of_rank(self.rank, o, t.shape, t.dtype) for t, o in zip(like, offsets, strict=True)]
-        self._rooms = buffer, {t.data_ptr() for t in rooms}
-        return rooms
+    def _gathered_places(
+        self, shapes: Sequence[Sequence[int]], rows: int, itemsizes: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """Return the first byte of each tensor of a gather in a region, and the bytes of all."""
+        return functions.places([rows * math.prod(s) * n for s, n in zip(shapes, itemsizes, strict=True)])
 
-    def start_exchange(self, tensors: Sequence[Tensor], wanted: Wanted | None = None) -> Pending:
-        received = [torch.empty_like(t) for t in tensors]
-        offsets, nbytes = _layout([t.nbytes for t in tensors])
-        if not nbytes:
-            return self._exchanged(tensors, received, [nothing] * len(tensors))
-        waits: list[Callable[[], None]] = []
-        with self._exchange():
-            buffer, rooms = self._rooms
-            self._rooms = None, set()
-            if buffer is None or rooms.isdisjoint(t.data_ptr() for t in tensors):
-                buffer, rooms = self._writable(nbytes, tensors[0].device), set()
-            # (P, N, ...) each: the rows of a rank for the others, and those of the others for it
-            places = [(self.ranks, t.shape[0] // self.ranks, *t.shape[1:]) for t in tensors]
-            for t, shape, offset in zip(tensors, places, offsets, strict=True):
-                sent, mine = t.view(shape), buffer.of_rank(self.rank, offset, shape, t.dtype)
-                for rank in self._others() if t.data_ptr() not in rooms else ():
-                    mine[rank].copy_(sent[rank])
-            with self._reading(buffer):
-                chosen = None
-                for t, shape, offset in zip(received, places, offsets, strict=True):
-                    copy = self._copy_of_few(wanted, t.view(shape))
-                    if wanted is not None and copy is not None and chosen is None:
-                        chosen = wanted.rows()
-                    sources = {r: buffer.of_rank(r, offset, shape, t.dtype)[self.rank] for r in self._others()}
-                    few = None if copy is None or chosen is None else (copy, chosen)
-                    _read(sources, t.view(shape), few)
-                    waits.append(self._recorded())
-            waits[-1] = self._until_done(waits[-1])
-        return self._exchanged(tensors, received, waits, wanted)
+    # ---- return
+
+    def start_exchange(self, tensors: Sequence[Tensor]) -> Pending:
+        places, nbytes = functions.places([t.nbytes for t in tensors])
+        shapes = [(self.ranks, len(t) // self.ranks, *t.shape[1:]) for t in tensors]
+        results = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
+        if not sum(t.nbytes for t in results):
+            return Pending(results, [nothing] * len(results))
+        with self._exchange(nbytes, tensors[0].device) as channel:
+            self._signal(channel, BEGIN)
+            for t, shape, place in zip(tensors, shapes, places, strict=True):
+                for rank in (*self._others(), self.rank):
+                    channel.buffer.of_rank(rank, place, shape, t.dtype)[self.rank].copy_(t.view(shape)[rank])
+            self._signal(channel, TELL)
+            for result, shape, place in zip(results, shapes, places, strict=True):
+                result.copy_(channel.buffer.of_rank(self.rank, place, shape, result.dtype))
+            self._signal(channel, END)
+        return Pending(results, [nothing] * len(results))
+
+    def begin_return(self, nbytes: int, device: torch.device) -> Channel:
+        """Return the channel of an exchange that `functions.bind_push` begins and `functions.bind_total` ends, as
+        `start_exchange` would: with its tensors at the `functions.places` of their sizes, of ``nbytes`` in all.
+        """
+        with self._exchange(nbytes, device) as channel:
+            return channel
+
+    # ---- channels
 
     def buffer_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in {*self._buffers, *self._in_graphs})
+        return sum(channel.nbytes for channel in {id(c): c for c in (*self._channels, *self._in_graphs)}.values())
 
     def _others(self) -> list[int]:
-        """Return the other ranks, beginning with the next one: at a time, every rank reads another one's memory."""
+        """Return the other ranks, beginning with the next one: at a time, every rank uses another one's memory."""
         return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
 
-    def _copy_of_few(self, wanted: Wanted | None, parts: Tensor) -> Callable[..., object] | None:
-        """Return the kernel that reads the wanted rows of ``parts`` (P, N, ...) alone; None if all rows are read."""
-        if wanted is None or expected_share(self.ranks, wanted.chosen) > FEW:
-            return None
-        return wanted.bind_copy(parts[0], SMS)
+    def _signal(self, channel: Channel, phase: int) -> None:
+        signal = self._bound.get(("signal",))
+        if signal is None:
+            signal = self._bound["signal",] = functions.bind_signal(channel.region)
+        signal(channel.region, phase)
 
-    def _until_done(self, wait: Callable[[], None]) -> Callable[[], None]:
-        """Return the function that waits for the last result of an exchange, from the one that waits for its rows.
+    @contextmanager
+    def _exchange(self, nbytes: int, device: torch.device) -> Iterator[Channel]:
+        """Give the channel of an exchange now, of the same number of bytes on every rank, and explain errors."""
+        try:
+            yield self._channel(nbytes, device)
+        except RuntimeError as error:
+            if "CUDA error" not in str(error):
+                raise
+            told = _told(self._report, self.timeout_s)
+            raise RuntimeError(
+                f"ExpertParallel: rank {self.rank} of {self.ranks}: the GPU failed"
+                + (f": {told}" if told else f", as if another rank does not come within {self.timeout_s:g} s")
+            ) from error
 
-        A capture ends only after all of its work, so there this function waits for the second barrier.
-        """
-        return self._recorded() if torch.cuda.is_current_stream_capturing() else wait
-
-    def _recorded(self) -> Callable[[], None]:
-        """Return the function that lets the current stream wait for the work of the engine's stream so far."""
-        assert self._stream is not None
-        event = self._stream.record_event()
-        return lambda: event.wait()
-
-    def _after_consumer(self) -> None:
-        """Let the engine's stream, and so the next exchange, wait for the work of the current stream."""
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def _next_buffer(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
-        """Return the buffer of an exchange now, with at least these bytes: the same number on every rank."""
+    def _channel(self, nbytes: int, device: torch.device) -> Channel:
         capturing = torch.cuda.is_current_stream_capturing()
-        size = self._buffers[0].nbytes if self._buffers else 0
-        if size < nbytes:
+        if not self._channels or self._channels[0].nbytes < nbytes:
             if capturing:
+                size = self._channels[0].nbytes if self._channels else 0
                 raise InputError(
                     "ExpertParallel: engine 'symmetric': expected a call of this size before the capture of a CUDA "
                     f"graph, where no memory of {nbytes} bytes can be shared, got {size} bytes"
                 )
             self._grow(nbytes, device)
-        buffer = self._buffers[capturing]
-        if capturing and buffer not in self._in_graphs:
-            self._in_graphs.append(buffer)
-        return buffer
+        channel = self._channels[capturing]
+        if capturing:
+            if channel not in self._in_graphs:
+                self._in_graphs.append(channel)
+        elif (stream := current_stream(device)) != self._stream:
+            if self._stream is not None:  # exchanges follow each other, whatever stream a layer runs on
+                torch.cuda.current_stream(device).wait_stream(external_stream(device, self._stream))
+            self._stream = stream
+        return channel
 
     def _grow(self, nbytes: int, device: torch.device) -> None:
-        """Replace the buffers: a collective. Every rank comes here in the same exchange."""
-        of_ranks: list[tuple[int, str]] = [(0, "")] * self.ranks
-        dist.all_gather_object(of_ranks, (nbytes, gpu_id(device)), self.group)
-        sizes, gpus = zip(*of_ranks, strict=True)
+        """Replace the channels: a collective. Every rank comes here in the same exchange."""
+        sizes = [0] * self.ranks
+        dist.all_gather_object(sizes, nbytes, self.group)
         if len({*sizes}) > 1:
             raise InputError(
                 "ExpertParallel: engine 'symmetric': expected the same max_tokens, experts per token, features and "
-                f"dtypes on every rank, got exchanges of {[*sizes]} bytes"
+                f"dtypes on every rank, got exchanges of {sizes} bytes"
             )
-        self._apart = len({*gpus}) == self.ranks
-        torch.cuda.synchronize(device)  # after the second barrier of the last exchange, no rank reads the old buffers
+        torch.cuda.synchronize(device)  # this rank has completed the last exchange; the others come here after it, too
         # in powers of two, since the number of tokens may grow in small steps
-        self._buffers = [SymmetricBuffer(1 << (nbytes - 1).bit_length(), self.group, device) for _ in range(2)]
+        size = 1 << (nbytes - 1).bit_length()
+        self._channels = [self._made(SymmetricBuffer(size, self.group, device), device) for _ in range(2)]
 
-    def _writable(self, nbytes: int, device: torch.device) -> SymmetricBuffer:
-        """Return the buffer of the next exchange, which the current stream may write from now on."""
-        self._count += 1
-        buffer = self._next_buffer(nbytes, device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device, priority=-1)
-        current = torch.cuda.current_stream()
-        if torch.cuda.is_current_stream_capturing():
-            self._stream.wait_stream(current)  # the engine's stream becomes a part of the capture
-        current.wait_stream(self._stream)  # until all ranks have read the last exchange
-        return buffer
-
-    @contextmanager
-    def _reading(self, buffer: SymmetricBuffer) -> Iterator[None]:
-        """Run a block on the engine's own stream, after all ranks have written what they wrote on their current stream.
-        The next exchange waits until all ranks have read.
-
-        All exchanges are on this stream, so that they follow each other whatever stream a layer runs on.
-        """
-        assert self._stream is not None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            buffer.barrier(self.timeout_s)
-            try:
-                yield
-            finally:  # after an error too: the barriers of this rank stay those of the others
-                buffer.barrier(self.timeout_s)
-
-    @contextmanager
-    def _exchange(self) -> Iterator[None]:
-        """Explain errors of the GPU inside a block as those of an exchange."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            raise RuntimeError(
-                f"ExpertParallel: rank {self.rank} of {self.ranks}, at exchange {self._count}: the GPU failed, as if "
-                f"another rank does not come within {self.timeout_s:g} s; the first lines on stderr then name that rank"
-            ) from error
+    def _made(self, buffer: SymmetricBuffer, device: torch.device) -> Channel:
+        if self._report is None:
+            self._report = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            atexit.register(_tell_at_exit, self._report, self.rank, self.timeout_s)
+        with torch.inference_mode(False):
+            control = buffer.of_rank(self.rank, 0, (CONTROL_WORDS,), torch.int32)
+            control[REPORT:].view(torch.int64).fill_(self._report.data_ptr())
+            addresses = [buffer.of_rank(r, 0, (CONTROL_BYTES,), torch.uint8).data_ptr() for r in range(self.ranks)]
+            peers = torch.tensor(addresses, device=device)
+        return Channel(buffer, functions.Region(peers, control, self.rank, int(self.timeout_s * 1e9)))
 
 
-class _Gathered:
-    """A tensor (T, ...) of this rank, and the result (P, N, ...) with those of all ranks.
+def _told(report: Tensor | None, timeout_s: float) -> str:
+    """Return what a kernel that has waited too long has reported; an empty string if none has."""
+    if report is None or not (late := int(report[0])):
+        return ""
+    return f"rank {late - 1} did not come to exchange {int(report[1])} within {timeout_s:g} s"
 
-    - ``given``: the tensor.
-    - ``of_ranks``: for each rank, the place of such a result in its buffer. A rank writes its own rows there, whether
-      or not its result is lent: the ranks may differ in this.
-    - ``rank``: this rank.
-    - ``lent``: whether the result is its place in the buffer.
+
+def _tell_at_exit(report: Tensor, rank: int, timeout_s: float) -> None:
+    """Write the report to stderr: the error of CUDA does not name the rank."""
+    if told := _told(report, timeout_s):
+        sys.stderr.write(f"ExpertParallel: rank {rank}: {told}\n")
+
+
+class _Pulled(Pending):
+    """A gather that `Send` has begun, and `Pull` ends. Only the last result may be incomplete.
+
+    - ``engine``, ``channel``: of the exchange.
+    - ``at_rows``: the first byte of the last tensor in a region.
     """
 
-    def __init__(self, given: Tensor, of_ranks: Sequence[Tensor], rank: int, lent: bool) -> None:
-        self.given, self.rank = given, rank
-        self.sources = [there[r] for r, there in enumerate(of_ranks)]  # (N, ...) of each rank
-        self.result = of_ranks[rank] if lent else given.new_empty(of_ranks[rank].shape)
-        self._lent = lent
+    def __init__(
+        self, engine: Symmetric, channel: Channel, results: list[Tensor], wanted: Wanted, at_rows: int
+    ) -> None:
+        super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])
+        self._region, self._wanted, self._words = channel.region, wanted, None
+        self.arrivals = functions.arrivals(PULL_SMS)
+        rows, index = results[-1], wanted.index
+        key = "pull", rows.dtype, rows.shape, index.shape[1], wanted.experts, at_rows
+        pull = engine._bound.get(key)
+        if pull is None:
+            pull = engine._bound[key] = functions.bind_pull(rows, index, wanted.experts, at_rows, PULL_SMS)
+        self._bound_pull = pull
 
-    def sent(self) -> tuple[Tensor, Tensor]:
-        """Return where the other ranks read the tensor, and the tensor."""
-        return self.sources[self.rank][: self.given.shape[0]], self.given
+    def _pull(self) -> None:
+        self._bound_pull(self._region, self._results[-1], self._wanted.index, self._words)
 
-    def own(self) -> list[tuple[Tensor, Tensor]]:
-        """Return its place in the result, and the tensor; nothing if `sent` is that place."""
-        return [] if self._lent else [(self.result[self.rank, : self.given.shape[0]], self.given)]
-
-
-def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy to the first tensor of each pair from the second one: in one launch, if all have elements of four bytes."""
-    if len(pairs) > 1 and all(t.itemsize == 4 for _, t in pairs):
-        to, given = zip(*[(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs], strict=True)
-        torch._foreach_copy_(to, given)
-        return
-    for a, b in pairs:
-        a.copy_(b)
-
-
-def _read(sources: Mapping[int, Tensor], parts: Tensor, few: tuple[Callable[..., object], Tensor] | None) -> None:
-    """Read rows (N, ...) of each rank of ``sources`` into ``parts`` (P, N, ...).
-
-    All rows, or with ``few`` the wanted ones (P, N), by this kernel.
-    """
-    if few is None:
-        for rank, source in sources.items():
-            parts[rank].copy_(source)
-        return
-    copy, wanted = few
-    rows = parts.shape[1]
-    row_of = torch.where(wanted, torch.arange(rows, device=parts.device), rows)
-    for rank, source in sources.items():
-        copy(source, row_of[rank], parts[rank])
-
-
-def _layout(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the first byte of each tensor of these sizes in a buffer, and the bytes of all."""
-    offsets, end = [], 0
-    for size in sizes:
-        offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    return offsets, end
+    def follow(self, words: Tensor) -> None:
+        self._words = words
+        self.wait(len(self._results) - 1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,18 +33,8 @@ def why_not(group: ProcessGroup) -> str | None:
     return None
 
 
-def gpu_id(device: torch.device) -> str:
-    """Return what distinguishes a GPU from all others."""
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def write_word(word: Tensor, value: int) -> None:
-    """Write a value to a tensor (1,) int32, after the work of the current stream so far. No SM is needed."""
-    torch.ops.symm_mem.stream_write_value32_(word.view(torch.uint32), 0, value)
-
-
 class SymmetricBuffer:
-    """Memory of the same size on every rank, which every rank can address.
+    """Memory of the same size on every rank, zeros at first, which every rank can address.
 
     - ``nbytes``: bytes on each rank: the same number on every rank.
     - ``group``, ``device``: the ranks, and the device of this one.
@@ -53,8 +44,10 @@ class SymmetricBuffer:
         from torch.distributed import _symmetric_memory as symmetric_memory  # imported here: CPU builds may lack it
 
         self.nbytes = nbytes
-        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        self._memory = symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device).zero_()
         self._handle = symmetric_memory.rendezvous(self._memory, group)
+        torch.cuda.synchronize(device)
+        dist.all_gather_object([None] * group.size(), None, group)  # every rank's memory has its zeros
         self._views: dict[tuple[object, ...], Tensor] = {}
 
     def of_rank(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -68,9 +61,3 @@ class SymmetricBuffer:
             with torch.inference_mode(False):  # a later call may train
                 view = self._views[key] = self._handle.get_buffer(rank, (*shape,), dtype, start)
         return view
-
-    def barrier(self, timeout_s: float) -> None:
-        """Let the current stream wait until the streams of all ranks are here. After the time-out the kernel prints
-        the missing rank, and the process loses its CUDA context.
-        """
-        self._handle.barrier(channel=0, timeout_ms=round(timeout_s * 1e3))

@@ -130,7 +130,7 @@ class MoE(Checked, Runnable):
             here = expert_parallel.local_experts(POSITIVE_INTEGER("MoE: num_experts", num_experts), "MoE")
             expert_parallel = expert_parallel.chosen_for(POSITIVE_INTEGER("MoE: top_k", top_k))
             if expert_parallel.can_run_beside:
-                self._sms_of_exchange = expert_parallel.engine.sms(top_k)
+                self._sms_of_exchange = expert_parallel.engine.sms
         self.expert_parallel = expert_parallel
         self.hidden = hidden
         check_all("MoE", _MOE, intermediate=intermediate, bias=bias, router_bias=router_bias, shared_gate=shared_gate)

@@ -9,8 +9,8 @@ data of the current exchange follow. Exchanges have numbers, which are the same 
 - ``NUMBER``: the last exchange that this rank has completed. Its kernels read the number of the current exchange here,
   so that a replayed CUDA graph has new numbers. The last kernel of an exchange writes it.
 - ``TICKETS + i``: the CTAs of a kernel that have come to its end. The last one leaves it zero.
-- ``REPORT``: the address of two words in the host's memory. A kernel that has waited too long writes there the rank that
-  does not come, plus 1, and the number of the exchange, since no device memory can be read after its error.
+- ``REPORT``: the address of two words in the host's memory. A kernel that has waited too long writes the rank
+  that does not come, plus 1, and the number of the exchange there: no device memory can be read after its error.
 
 A rank writes data of an exchange only after every rank has completed the one before it. So one region serves all
 exchanges, and no rank waits for another one that is slower by less than an exchange.

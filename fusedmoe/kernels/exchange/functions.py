@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from fusedmoe.base.lasting import unread
-from fusedmoe.base.target import kernel_arch
+from fusedmoe.base.target import arch_of, kernel_arch
+from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
 from fusedmoe.kernels.rows.move.functions import NAMES
@@ -51,14 +52,20 @@ def places(sizes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def why_not(rows: Tensor, ranks: int, chosen: int) -> str | None:
-    """Return the reason why no kernel of this folder takes rows like these, (..., H); None if they do."""
+def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.float32) -> str | None:
+    """Return the reason why no kernel of this folder takes rows like these, with K experts and weights of this dtype;
+    None if they do.
+    """
+    if arch_of(rows.device) not in (90, 100, 103) or toolkit.missing_packages():
+        return "it needs an sm_90 GPU, and nvidia-cutlass-dsl"
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return f"rows in {rows.dtype}, expected bf16 or fp16"
     if rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1] % 8 or rows.stride(0) % 8 or rows.data_ptr() % 16:
         return f"rows of shape {tuple(rows.shape)} and strides {rows.stride()}, expected multiples of 8 columns"
     if chosen > MOST_CHOSEN:
         return f"{chosen} experts per token, expected at most {MOST_CHOSEN}"
+    if weight not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"weights in {weight}, expected fp32, bf16 or fp16"
     if ranks > MOST_RANKS:
         return f"{ranks} ranks, expected at most {MOST_RANKS}"
     return None

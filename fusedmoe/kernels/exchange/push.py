@@ -89,7 +89,8 @@ class Push(SumOnFewSms):
                 place = peers[to] + at_values + Int64(rank * count * chosen) * (values.element_type.width // 8)
                 pointer = cute.make_ptr(values.element_type, place, cute.AddressSpace.gmem, assumed_align=4)
                 self.put_values(values, slots, cute.make_tensor(pointer, cute.make_layout((count * chosen,))))
-            if is_last(control, TICKET + step, ctas) and cute.arch.lane_idx() == 0:
+            last = is_last(control, TICKET + step, ctas)  # `and` would evaluate the call twice
+            if last and cute.arch.lane_idx() == 0:
                 cute.arch.store(word_of(peers[to], READY + rank), exchange, sem="release", scope="sys")
 
     @cute.jit

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedmoe.base.errors import InputError
@@ -27,7 +26,6 @@ from fusedmoe.expert_parallel.engine import Pending, Wanted, forbid_capture
 from fusedmoe.expert_parallel.wire import FORMAT, LAUNCHES, packed, unpacked
 from fusedmoe.numerics.formats import Format
 from fusedmoe.numerics.formats.quantizers import DTYPES
-from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec, exact
 from fusedmoe.ops.state.amax import looking
 
@@ -41,38 +39,6 @@ def sum_over_ranks(parts: Sequence[Tensor] | Tensor, tokens: int) -> Tensor:
     for part in others:
         total = total + part
     return total.to(first.dtype)
-
-
-def chosen_ids(expert_index: Tensor, num_experts: int) -> Tensor:
-    """Return expert ids as int32, with -1 or E for sentinels: in few launches, since all other work waits for it."""
-    wide = expert_index if expert_index.dtype is torch.int64 else expert_index.to(torch.int32)
-    return wide.clamp(-1, num_experts).to(torch.int32)
-
-
-def has_expert_on(expert_index: Tensor, rank: int, experts: int) -> Tensor:
-    """Return whether a token chose one of a rank's ``experts`` experts: (T,) bool of ids (T, K)."""
-    return (torch.div(expert_index, experts, rounding_mode="floor") == rank).any(1)
-
-
-def parts_of_tokens(expert_index: Tensor, ranks: int, experts: int, rows: int) -> Wanted:
-    """Return which parts of this rank's tokens are not zero: those of the ranks whose experts a token chose.
-
-    - ``expert_index``: (T, K).
-    - ``ranks``, ``experts``, ``rows``: P, E / P and N.
-    """
-
-    def wanted() -> Tensor:
-        of_ranks = expert_index.new_zeros(ranks, rows, dtype=torch.bool)
-        for rank in range(ranks):
-            of_ranks[rank, : expert_index.shape[0]] = has_expert_on(expert_index, rank, experts)
-        return of_ranks
-
-    return Wanted(expert_index.shape[1], wanted, bind_copy_of_rows)
-
-
-def local_index(index: Tensor, num_experts: int, expert_parallel: ExpertParallel) -> Tensor:
-    """Return ids of all ranks, as of `chosen_ids`, as ids of this rank's experts, which are 0 to E / P - 1."""
-    return index - expert_parallel.rank * expert_parallel.local_experts(num_experts)
 
 
 def check_wire(expert_parallel: ExpertParallel, dtype: torch.dtype) -> None:
@@ -219,7 +185,7 @@ class GatherTokens(Op):
         self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, rank_rows: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         index, weight, *tokens = self.start(x, expert_index, expert_weight, rank_rows).wait_all()
-        return unpacked(tokens, x.dtype), self.local_index(index), weight, *self.empty(x)
+        return unpacked(tokens, x.dtype), self.counted(index), weight, *self.empty(x)
 
     def start(
         self,
@@ -227,45 +193,33 @@ class GatherTokens(Op):
         expert_index: Tensor,
         expert_weight: Tensor,
         rank_rows: Tensor | None = None,
-        *,
-        told: Tensor | None = None,
     ) -> Pending:
-        """Begin to gather expert ids, as `local_index` takes them, weights and tokens, as `unpacked` takes them: the
-        small ones first, so that a fused step can sort the rows while the tokens travel. Then run what the layer
-        computes meanwhile: its shared expert. ``told``: as for `Engine.start_gather`.
+        """Begin to gather expert ids, in which those of this rank are 0 to E / P - 1, weights, and tokens as `unpacked`
+        takes them: the small ones first, so that a fused step can sort the rows while the tokens travel. Then run what
+        the layer computes meanwhile: its shared expert.
         """
-        rows = self._rows(rank_rows)
-        # -1 also in the rows of a rank after its own tokens
-        index = chosen_ids(expert_index, self.num_experts)
-        if x.shape[0] < rows:
-            index = F.pad(index, (0, 0, 0, rows - x.shape[0]), value=-1)
-        ep, experts = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
-        wanted = Wanted(
-            index.shape[1], lambda index, *others: has_expert_on(index, ep.rank, experts), bind_copy_of_rows
-        )
+        ep = self.expert_parallel
         tokens = packed(x, ep.dispatch_dtype)
         ep.compare_experts(x)
-        pending = ep.engine.start_gather([index, expert_weight.contiguous(), *tokens], rows, wanted, told=told)
+        pending = ep.engine.start_gather_of_tokens(
+            tokens, expert_index, expert_weight, self._rows(rank_rows), ep.local_experts(self.num_experts)
+        )
         ep.run_beside()
         return pending
 
-    def local_index(self, index: Tensor) -> Tensor:
-        """Return expert ids of all ranks (P*N, K) as ids of this rank's experts; those of other ranks are sentinels.
+    def counted(self, index: Tensor) -> Tensor:
+        """Return the gathered expert ids (P*N, K), after the slots without a row were counted, on all ranks.
 
-        It counts the slots without a row, on all ranks, and may raise their error: every rank then raises it here,
-        after it has started the exchange, so that none waits for another.
+        It may raise their error: every rank then raises it here, after it has started the exchange, so that none waits
+        for another.
         """
-        here = self.expert_parallel.local_experts(self.num_experts)
-        self._count_slots_without_row(index, here)
-        return local_index(index, self.num_experts, self.expert_parallel)
-
-    def _count_slots_without_row(self, index: Tensor, here: int) -> None:
-        ep = self.expert_parallel
+        ep, here = self.expert_parallel, self.expert_parallel.local_experts(self.num_experts)
         rows = ep.row_limit(self.num_experts).rows(*index.shape)
         # a recomputation has the slots of the original call
         is_new = not looking() and has_values(index) and backward_pass() == -1
         if is_new and not ep.counts_rows and rows < index.numel():
-            ep.slots_without_row.count(rows_of_ranks(index, ep.ranks, here), rows)
+            ep.slots_without_row.count(rows_of_ranks(index + ep.rank * here, ep.ranks, here), rows)
+        return index
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DGatherTokens(self),)
@@ -299,18 +253,13 @@ class DGatherTokens(BackwardOp):
     def given(self, gradients: Collection[str]) -> DGatherTokens:
         return DGatherTokens(self.op, [name for name in self.gives if self._sources[name] in gradients])
 
-    def wanted(self, expert_index: Tensor, grad: Tensor) -> Wanted:
-        """Return which parts of gradients like ``grad`` (P*N, ...) are not zero."""
-        ep, experts = self.op.expert_parallel, self.op.expert_parallel.local_experts(self.op.num_experts)
-        return parts_of_tokens(expert_index, ep.ranks, experts, grad.shape[0] // ep.ranks)
-
     def compute(self, *needs: Tensor | None) -> tuple[Tensor | None, ...]:
         *grads, expert_index = needs
         assert expert_index is not None
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
         arrived = [None if g is None else g.contiguous() for g in grads]
         given = [g for g in arrived if g is not None]
-        received = iter(ep.engine.exchange(given, self.wanted(expert_index, given[0])) if given else [])
+        received = iter(ep.engine.exchange(given) if given else [])
         return tuple(None if g is None else sum_over_ranks(next(received), tokens) for g in arrived)
 
 
@@ -345,11 +294,9 @@ class ReturnTokens(Op):
             raise self.reject("x", f"{gathered_index.shape[0]} rows, one per token of all ranks", x.shape[0])
         return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype if row_dtype is None else row_dtype.dtype)
 
-    def start(self, x: Tensor, expert_index: Tensor, rank_experts: Tensor) -> Pending:
-        """Begin to exchange the parts (P*N, H), contiguous. They may be in a room of the engine."""
-        ranks = self.expert_parallel.ranks
-        wanted = parts_of_tokens(expert_index, ranks, rank_experts.shape[0], x.shape[0] // ranks)
-        return self.expert_parallel.engine.start_exchange([x], wanted)
+    def start(self, x: Tensor) -> Pending:
+        """Begin to exchange the parts (P*N, H), contiguous."""
+        return self.expert_parallel.engine.start_exchange([x])
 
     def compute(
         self,
@@ -359,7 +306,7 @@ class ReturnTokens(Op):
         rank_experts: Tensor,
         row_dtype: Tensor | None = None,
     ) -> Tensor:
-        (parts,) = self.start(x.contiguous(), expert_index, rank_experts).wait_all()
+        (parts,) = self.start(x.contiguous()).wait_all()
         return sum_over_ranks(parts, expert_index.shape[0]).to(x.dtype if row_dtype is None else row_dtype.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
@@ -391,20 +338,10 @@ class DReturnTokens(BackwardOp):
         gathered = unpacked(self.start(grad_output, gathered_index, rank_experts).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
-    def start(
-        self,
-        grad_output: Tensor,
-        gathered_index: Tensor,
-        rank_experts: Tensor,
-        lend: bool = False,
-        told: Tensor | None = None,
-    ) -> Pending:
+    def start(self, grad_output: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Pending:
         """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
-        them. ``lend`` and ``told``: as for `Engine.start_gather`.
+        them.
         """
-        ep, here = self.op.expert_parallel, rank_experts.shape[0]
-        wanted = Wanted(
-            gathered_index.shape[1], lambda *others: has_expert_on(gathered_index, 0, here), bind_copy_of_rows
-        )
-        tensors = packed(grad_output, ep.dispatch_dtype)
-        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted, lend, told)
+        ep = self.op.expert_parallel
+        tensors, wanted = packed(grad_output, ep.dispatch_dtype), Wanted(gathered_index, rank_experts.shape[0])
+        return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted)

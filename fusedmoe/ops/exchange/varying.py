@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmoe.base.autocast import autocast_dtype, casts_rows
 from fusedmoe.expert_parallel import ExpertParallel
-from fusedmoe.expert_parallel.engine import VaryingEngine
+from fusedmoe.expert_parallel.engine import VaryingEngine, chosen_ids
 from fusedmoe.expert_parallel.wire import packed, unpacked
-from fusedmoe.ops.exchange.fixed import Provider, check_wire, chosen_ids, local_index
+from fusedmoe.ops.exchange.fixed import Provider, check_wire
 from fusedmoe.ops.op import exact
 from fusedmoe.ops.state.amax import looking
 
@@ -142,7 +142,8 @@ class GatherVaryingTokens(Provider):
         index = chosen_ids(expert_index, self.num_experts)
         routes, counts, slots = self._routes(x, index)
         with torch.no_grad():
-            index = local_index(_send(routes, index), self.num_experts, self.expert_parallel)
+            ep = self.expert_parallel
+            index = _send(routes, index) - ep.rank * ep.local_experts(self.num_experts)
         wires = self.expert_parallel.dispatch_dtype, None
         rows, weight = _Send.apply(routes, wires, x, expert_weight)  # type: ignore[no-untyped-call]
         return rows, {
