@@ -13,11 +13,13 @@ from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
+from kit.row_ranges import check_ranges, problem_by_ranges, routed
 from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products as functions
+from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.numerics.formats import quantize
 
@@ -92,6 +94,31 @@ def test_schedules_change_no_bit(schedule, tiles):
     case = plain((300, 0, 7, 200), 5, 400, 64)
     (want,), (got,) = case.run(KernelOptions()), case.run(KernelOptions(sm_margin=2, schedule=schedule))
     assert torch.equal(got, want)
+
+
+def test_ranges_of_rows():
+    """Of all ranks: an expert with most rows, one without rows, and others with few rows of each rank."""
+    cases = [(each, ranks, rank) for each in (9, 40, 130) for ranks in range(2, 9) for rank in range(ranks)]
+    for seed, (each, ranks, rank) in enumerate(cases):
+        tokens = each * ranks
+        check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, (None, None, 0, 1, 2)[seed % 5], seed % 3)
+
+
+@pytest.mark.parametrize("gather", [False, slow(True)])
+def test_products_by_ranges(gather, gpu):
+    """A part that may begin beside the launch before it draws its tiles under either schedule."""
+    x, w, _, scale, offsets, blocks, _, index = problem_by_ranges(gather)
+    more = () if index is None else (index,)
+    want = functions.bind_grouped_gemm(x, w, None, scale, KernelOptions(), *more)(x, w, None, offsets, scale, *more)
+    assert want[: offsets[-1]].all(1).any()
+    own, others = Part(blocks[0]), Part(blocks[1:].flatten(), beside=True)
+    for schedule, parts in (("static", [own, others]), ("dynamic", [Part(blocks.flatten())])):
+        options = KernelOptions(schedule=schedule)
+        run, before = functions.bind_grouped_gemm(x, w, None, scale, options, *more, ranges=True), gpu.launches
+        out = torch.full_like(want, torch.nan)
+        assert torch.equal(run(x, w, None, parts, scale, *more, out=out), want)
+        assert gpu.launches == before + len(parts)
+        assert not gpu.counter.any()
 
 
 @pytest.mark.parametrize("name", [slow("qwen3"), slow("deepseek-v3"), "qwen2, fp32 weight"])

@@ -1,4 +1,4 @@
-"""What the rules of `expert_parallel.py` share: products of ranges of rows, and sums that leave for other ranks.
+"""The common parts of the rules of `products.py`: products of ranges of rows, and sums that leave for other ranks.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """
@@ -18,7 +18,7 @@ from fusedmoe.expert_parallel.engine import Pending
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
-from fusedmoe.kernels.sm90.tiles.config import RANGES
+from fusedmoe.kernels.sm90.launch import Part
 
 SMS_FOR_BARRIER = 2
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
@@ -54,67 +54,35 @@ def experts_beside(
     return min(experts, math.ceil(MARGIN * exchange_us / (rows * row_flops / tflops / 1e6)))
 
 
-def _own_and_others(expert_parallel: ExpertParallel, tokens: int) -> tuple[slice, dict[int, slice]]:
-    """Return the places of this rank's tokens and, by numbers of `bind_row_ranges`, of those of other ranks."""
-    each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
-    own = slice(rank * each, (rank + 1) * each)
-    others = {1: slice(0, own.start), 2: slice(own.stop, tokens)}
-    return own, {i: there for i, there in others.items() if there.start < there.stop}
-
-
 class Ranges:
     """Ranges of the rows of a call: those of this rank's tokens, of some experts, and the others.
 
     - ``offsets``, ``token_of_row``: tensors like those of the call.
     - ``tokens``: the tokens of all ranks.
     - ``experts``: the number of experts whose rows are divided.
-    - ``chosen``: K.
 
     The parts that the methods give are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
     """
 
     def __init__(
-        self,
-        expert_parallel: ExpertParallel,
-        offsets: Tensor,
-        token_of_row: Tensor,
-        tokens: int,
-        experts: int,
-        chosen: int,
+        self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int, experts: int
     ) -> None:
-        own, self.others = _own_and_others(expert_parallel, tokens)
-        self.run = row_functions.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
-        self._engine, self._chosen, self._size = expert_parallel.engine, chosen, 2 * (offsets.shape[0] + 1)
+        rank, ranks = expert_parallel.rank, expert_parallel.ranks
+        self._run = row_functions.bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, experts)
+        self._ranks = ranks
 
-    def memory(self, device: torch.device) -> Tensor:
-        """Return the memory of the ranges, and of a word after them."""
-        return torch.empty(RANGES * self._size + 1, dtype=torch.int32, device=device)
-
-    def word(self, memory: Tensor) -> Tensor | None:
-        """Return the word by which the engine tells that the rows of others have arrived; None if it does not."""
-        return memory[-1:] if self._engine.tells(self._chosen) else None
-
-    def own_first(
-        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, told: bool, arriving: Pending, number: int
-    ) -> Iterator[Tensor]:
-        """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If the engine
-        is ``told`` to write the word, yield all rows as one part, whose product waits.
-        """
-        self.run(offsets, token_of_row, memory)
-        if told:
-            arriving.begun()
-        yield memory if told else self._range(memory, 0)
+    def own_first(self, offsets: Tensor, token_of_row: Tensor, arriving: Pending, number: int) -> Iterator[Part]:
+        """Yield this rank's rows, then, when the result of this number has arrived, those of the others."""
+        own, others = self.own_and_others(offsets, token_of_row)
+        yield own
         arriving.wait(number)
-        for i in () if told else self.others:
-            yield self._range(memory, i)
+        yield others
 
-    def others_and_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the ranges of other ranks' rows, and that of this rank's."""
-        memory = self.run(offsets, token_of_row, self.memory(offsets.device))
-        return [self._range(memory, i) for i in self.others], self._range(memory, 0)
-
-    def _range(self, memory: Tensor, number: int) -> Tensor:
-        return memory[number * self._size : (number + 1) * self._size + 1]
+    def own_and_others(self, offsets: Tensor, token_of_row: Tensor) -> tuple[Part, Part]:
+        """Return this rank's rows, and those of the other ranks."""
+        blocks = self._run(offsets, token_of_row)
+        size = blocks.shape[0] // self._ranks
+        return Part(blocks[:size]), Part(blocks[size:])
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
@@ -147,9 +115,12 @@ class Returns:
     ) -> None:
         ranks, rank, every = expert_parallel.ranks, expert_parallel.rank, row_of_slot.shape[0]
         self.engine, self.rank, self.tokens = expert_parallel.engine, rank, tokens
-        self.own, others = _own_and_others(expert_parallel, every)
+        each = every // ranks
+        self.own = slice(rank * each, (rank + 1) * each)
         self._sums = [
-            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale)) for there in others.values()
+            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
+            for there in (slice(0, self.own.start), slice(self.own.stop, every))
+            if there.start < there.stop
         ]
         self._parts = rows.new_empty(every, rows.shape[1], device="meta")
         self._over_ranks = None
