@@ -164,9 +164,12 @@ def test_memory_that_an_engine_lends(hopper_ranks):
 
 
 @on_each
-def declined(ep, reason, expected):
+def declined(ep, reason, expected, most_ranks=32):
     """The rules that decline for a reason; the others keep the bits of separate steps."""
     hopper.stand_ins()
+    from fusedmoe.builtin_rules.exchange import products as exchange_products
+
+    exchange_products.MOST_RANKS = most_ranks
     if expected is None:
         ep = alone(max_tokens=MOST)
     made = hopper.layer(ep)
@@ -183,14 +186,16 @@ def declined(ep, reason, expected):
 
 
 ARRIVING = {name for name in OVERLAPS if "arriving" in name}
+OF_RANGES = ARRIVING | FORWARD
 
 
-@pytest.mark.parametrize(("settings", "reason", "rules"), [
-    ({"max_tokens": MOST, "dispatch_dtype": torch.float8_e4m3fn}, "arrive as codes of torch.float8_e4m3fn", ARRIVING),
-    ({}, "one rank exchanges nothing", None),
-], ids=["codes", "one rank"])  # fmt: skip
-def test_what_the_rules_decline(hopper_ranks, settings, reason, rules):
+@pytest.mark.parametrize(("settings", "reason", "rules", "more"), [
+    (MOST_TOKENS | {"dispatch_dtype": torch.float8_e4m3fn}, "arrive as codes of torch.float8_e4m3fn", ARRIVING, {}),
+    ({}, "one rank exchanges nothing", None, {}),
+    (MOST_TOKENS, "2 ranks: the kernel that divides rows by ranks has at most 1", OF_RANGES, {"most_ranks": 1}),
+], ids=["codes", "one rank", "many ranks"])  # fmt: skip
+def test_what_the_rules_decline(hopper_ranks, settings, reason, rules, more):
     expected = OVERLAPS.keys() if rules is None else rules
-    for used, found in hopper_ranks.run(declined, 2, settings, reason, rules)[:2]:
+    for used, found in hopper_ranks.run(declined, 2, settings, reason, rules, **more)[:2]:
         assert used == OVERLAPS.keys() - expected
         assert found == expected

@@ -1,6 +1,7 @@
 """The PTX of the Hopper kernels on the emulator: `make test` runs a covering few, and `make test-emulator` all."""
 
 import shutil
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+from emulator import host
+from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
@@ -19,6 +22,7 @@ from kit.slots import check_moves, check_offsets, check_zeroed_tail
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products as functions
+from fusedmoe.kernels.sm90.gemm import scheduler
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.numerics.formats import quantize
@@ -119,6 +123,27 @@ def test_products_by_ranges(gather, gpu):
         assert torch.equal(run(x, w, None, parts, scale, *more, out=out), want)
         assert gpu.launches == before + len(parts)
         assert not gpu.counter.any()
+
+
+def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch):
+    """With a kernel that gives up early. Words of ranks whose rows it does not need may be negative."""
+    monkeypatch.setattr(scheduler, "MOST_READS", 50)
+    monkeypatch.setattr("emulator.gpu.compiled", lambda kernel: host.compiled(kernel, "50 reads"))
+    with emulated():
+        x, w, _, scale, offsets, blocks, *_ = problem_by_ranges(False)
+        run = functions.bind_grouped_gemm(x, w, None, scale, KernelOptions(), ranges=True)
+        first, second, third = blocks
+        empty = second.clone()
+        empty[len(offsets) + 1 : -1] = empty[: len(offsets) + 1]
+        for part, words, ends in (
+            ([first, second, third], (0, 0, 0), True), ([first, second, third], (0, -1, 0), False),
+            ([first, second, third], (0, 0, -1), False), ([second, third], (0, -3), False), ([second], (-1,), False),
+            ([first, empty, third], (0, -1, 0), False), ([first, empty], (0, -1), True),
+        ):  # fmt: skip
+            part = torch.stack(part)
+            part[:, -1] = torch.tensor(words)
+            with nullcontext() if ends else pytest.raises(EmulationError, match="the kernel ends with an error"):
+                run(x, w, None, [Part(part.flatten())], scale)
 
 
 @pytest.mark.parametrize("name", [slow("qwen3"), slow("deepseek-v3"), "qwen2, fp32 weight"])

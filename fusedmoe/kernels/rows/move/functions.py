@@ -80,8 +80,8 @@ def bind_row_ranges(
     - ``divided``: only the experts before this number are divided; None: every expert. The rows of the others, and
       those of no expert, are in the last block.
     - ``arrivals``: how often 1 is added to a word until the rows of its rank are there. The word of block 0 is 0, all
-      others are ``-arrivals``. A product that has several blocks, or one, waits before a block until no word up to
-      there is negative.
+      others are ``-arrivals``. Consecutive blocks are an argument of a product. Before a block, it waits until no word
+      of its argument is negative up to that block's.
 
     Raises `ValueError`: there are fewer than 2 or more than 32 ranks, or ``rank`` is none of them.
     """

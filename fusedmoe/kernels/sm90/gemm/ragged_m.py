@@ -22,8 +22,9 @@ that row. The TMA descriptor of an output therefore has one dimension more than 
 
 So one descriptor is enough for all experts.
 
-**Ranges** of rows may be a part of a product, whose launch begins while the kernel before it runs. Whether it does is a
-number of the launch. All of these kernels have the launch attribute. One that must not begin so waits first.
+**Ranges.** A launch for some ranges of the rows may begin beside the launch before it, as that of `RaggedK.beside`. A
+number of the launch says so, not the kernel: every launch has the attribute, and one that begins in its turn waits at
+its start.
 
 **Gated activations** need the gate and the up value of an output in one thread. If the weight is ``[gate | up]``, a
 tile of B is half gate rows, half up rows, loaded by one descriptor. Columns j and j + tile_n / 2 of the accumulators
