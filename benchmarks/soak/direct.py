@@ -19,7 +19,7 @@ from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90 import products
-from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.products import with_strides
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
@@ -99,14 +99,11 @@ class Operands:
         self.grads = made.randn(direct.rows, 2 * direct.intermediate)
         self.inner = made.randn(direct.rows, direct.intermediate)
         self.scale = torch.rand(direct.rows, generator=made.generator, dtype=torch.float32, device=device) + 0.2
-        self.device = device
 
-    def ranges(self) -> Tensor:
-        """Return the ranges of the rows of a third of the tokens, before them and after them, all of them there."""
-        ends = self.tokens // 3, 2 * self.tokens // 3
-        run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, *ends, self.tokens)
-        memory = torch.ones(3 * 2 * (len(self.offsets) + 1) + 1, dtype=torch.int32, device=self.device)
-        return run(self.offsets, self.token_of_row, memory)
+    def ranges(self) -> Part:
+        """Return the rows of three ranks, on the second of them, with all rows there."""
+        run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, 1, 3, self.tokens)
+        return Part(run(self.offsets, self.token_of_row))
 
 
 def _both(

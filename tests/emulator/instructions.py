@@ -91,13 +91,6 @@ def applied(target, slots, function):
     return run
 
 
-def trap(code, opcode, operands):
-    def run(w):
-        raise RuntimeError("trap")
-
-    return run
-
-
 # ---- moves
 
 
@@ -352,14 +345,23 @@ def shfl(code, opcode, operands):
 
 
 def vote(code, opcode, operands):
-    assert "ballot" in opcode
+    mode = opcode.split(".")[2]
+    assert mode in ("ballot", "any")
     target, source, members = operands[0].slot, code.slot(operands[1], "p"), code.slot(operands[2], "r")
 
     def run(w):
         votes = w.registers[source] if w.mask is None else w.registers[source] & w.mask
-        w.put(target, np.repeat(np.packbits(votes, bitorder="little").view("<u4"), 32))
+        ballot = np.packbits(votes, bitorder="little").view("<u4")
+        w.put(target, np.repeat(ballot if mode == "ballot" else ballot != 0, 32))
 
     return Result(run, members=members)
+
+
+def trap(code, opcode, operands):
+    def run(w):
+        raise asynchronous.AccessError("the kernel ends with an error")
+
+    return run
 
 
 def redux(code, opcode, operands):
@@ -396,5 +398,6 @@ TABLE = {
     "mov.": mov, "cvta.": cvta, "mapa.": mapa,
     "ld.": ld, "st.shared": st, "st.global": st, "st.relaxed": st, "st.release": st, "atom.": atom, "red.": atom,
     "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
-    "shfl.sync": shfl, "vote.sync": vote, "redux.sync": redux, "elect.sync": elect, "bar.warp.sync": bar_warp, "trap": trap,
+    "shfl.sync": shfl, "vote.sync": vote, "trap": trap, "redux.sync": redux, "elect.sync": elect,
+    "bar.warp.sync": bar_warp,
 }  # fmt: skip

@@ -13,22 +13,21 @@ import pytest
 import torch
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
 from kit.poison import nan_in_new_tensors
-from kit.row_ranges import OWN, problem_by_ranges, routed, row_ranges
+from kit.row_ranges import RANK, RANKS, check_ranges, problem_by_ranges, routed
 from kit.slots import routed as routed_slots
 
 import fusedmoe as fm
 from fusedmoe.fusion.search import planner
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.kernels.rows.move.slot_functions import bind_sum_slots
+from fusedmoe.kernels.rows.move.slot_functions import bind_copy_rows, bind_sum_slots
 from fusedmoe.kernels.sm90 import launch, products
-from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
 
 pytestmark = needs_hopper
 
 BF16 = torch.bfloat16
-TILE = 128
 SWIGLU = Activation("swiglu")
 LEAVES_SMS = replace(DEFAULT, sm_margin=4)
 
@@ -36,101 +35,45 @@ LEAVES_SMS = replace(DEFAULT, sm_margin=4)
 # ---- ranges of rows
 
 
-def plain_ranges(offsets, token_of_row, first, end, tail):
-    """The ranges, one expert at a time."""
-    rows = len(token_of_row)
-    starts, ends = [0, *offsets.tolist()], [*offsets.tolist(), rows]
-    found = torch.zeros(3, 2, len(starts), dtype=torch.int32)
-    for e, (start, stop) in enumerate(zip(starts, ends, strict=True)):
-        own = [TILE * i + start for i in range(-(-(stop - start) // TILE))]
-        of_tile = [token_of_row[row : min(row + TILE, stop)] for row in own]
-        only_own = [bool(((t >= first) & (t < end)).all()) for t in of_tile]
-        if e == len(offsets):
-            only_own = [tail == 0] * len(own)
-        before = next((row for row, is_own in zip(own, only_own, strict=True) if is_own), None)
-        if before is None:  # no tile has own rows only: the others may be divided anywhere
-            found[:, :, e] = -1
-            continue
-        after = stop if all(only_own[own.index(before) :]) else own[only_own.index(False, own.index(before))]
-        found[:, :, e] = torch.tensor([[before, after], [start, before], [after, stop]])
-    return found
-
-
-def of_range(ranges, number):
-    """The part of a launch of one range."""
-    size = len(ranges) // 3
-    return ranges[number * size : (number + 1) * size + 1]
-
-
-@pytest.mark.parametrize("divided", [0, 2, 30])
-@pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900)])
-def test_ranges_of_some_experts(first, end, divided):
-    """The rows of the other experts are where the rows of no expert are."""
-    tokens, experts = 900, 37
-    offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 4, experts, seed=2))
-    every, some = (
-        row_ranges(offsets, token_of_row, first, end, tokens, more)[:-1].view(3, 2, experts + 1)
-        for more in (None, divided)
-    )
-    assert torch.equal(some[..., :divided], every[..., :divided])
-    assert torch.equal(some[..., -1], every[..., -1])
-    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]])[divided:]
-    there = 2 if end < tokens else 1
-    assert torch.equal(some[there, 0, divided:-1], starts)
-    assert torch.equal(some[there, 1, divided:-1], offsets[divided:])
-    for others in {0, 1, 2} - {there}:
-        assert torch.equal(some[others, 0, divided:-1], some[others, 1, divided:-1])
-
-
-@pytest.mark.parametrize(("first", "end"), [(0, 300), (300, 600), (600, 900), (0, 900), (100, 100)])
+@pytest.mark.parametrize("divided", [None, 0, 2])
+@pytest.mark.parametrize("ranks", [2, 3, 32])
 @pytest.mark.parametrize("experts", [4, 37])
-def test_ranges(first, end, experts):
-    tokens = 900
-    offsets, token_of_row = routed(tokens, 4, experts, seed=experts)
-    got = row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), first, end, tokens)[:-1].cpu().view(3, 2, experts + 1)
-    tail = 2 if end < tokens else 1 if first else 0
-    want = plain_ranges(offsets, token_of_row, first, end, tail)
-    known = want[0, 0] >= 0
-    assert known.any() or first == end
-    assert torch.equal(got[..., known], want[..., known])
-    starts = torch.tensor([0, *offsets.tolist()], dtype=torch.int32)
-    ends = torch.tensor([*offsets.tolist(), len(token_of_row)], dtype=torch.int32)
-    own, before, after = got
-    # each row is in one range
-    assert torch.equal(before[0], starts)
-    assert torch.equal(before[1], own[0])
-    assert torch.equal(own[1], after[0])
-    assert torch.equal(after[1], ends)
-    assert (own[1] >= own[0]).all()
-    assert torch.equal(own[0][~known], own[1][~known])
+def test_ranges(experts, ranks, divided):
+    tokens = 960
+    for rank in {0, ranks // 2, ranks - 1}:
+        check_ranges(*routed(tokens, 4, experts, seed=experts), rank, ranks, tokens, divided, 5)
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=needs_gpu)])
 @pytest.mark.parametrize("gather", [False, True])
 def test_products_by_ranges(gather, waits):
-    """Also with the rows of the later ranges unknown at the time of the first launch. ``waits``: in one launch, which
-    computes the first range before another stream writes the other rows, and the word after them.
+    """Also with the rows of the later blocks unknown at the time of the first launch. ``waits``: in one launch, beside
+    which another stream writes the rows of one rank after the other, and adds to the word of each.
     """
-    x, gate_up, down, scale, offsets, ranges, index = problem_by_ranges(gather)
+    x, gate_up, down, scale, offsets, blocks, rank_of_x, index = problem_by_ranges(gather, 2 * waits)
     more = () if index is None else (index,)
+    others = [(RANK + step) % RANKS for step in range(1, RANKS)]
+    rows_of = [(rank_of_x == rank).nonzero()[:, 0] for rank in others]
 
     def late(x):
-        """The ranges of own rows first; until they are taken, the rows of other tokens are NaN."""
-        whole = x.clone()
-        if gather:
-            x[: OWN[0]] = x[OWN[1] :] = torch.nan
+        """The block of own rows, then the others; until it is taken, the rows of other ranks are NaN."""
+        whole, memory = x.clone(), blocks.clone()
+        for rows in rows_of:
+            x.index_fill_(0, rows, torch.nan)
         if not waits:
-            yield of_range(ranges, 0)
+            yield Part(memory[0])
             x.copy_(whole)
-            yield from (of_range(ranges, 1), of_range(ranges, 2))
+            yield Part(memory[1:].flatten())
             return
-        memory, side = ranges.clone(), torch.cuda.Stream()
+        side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            torch.cuda._sleep(2_000_000)
-            x.copy_(whole)
-            memory[-1:].fill_(1)
-        yield memory
+            for step, rows in enumerate(rows_of, 1):
+                torch.cuda._sleep(2_000_000)
+                for half in rows.chunk(2):
+                    x.index_copy_(0, half, whole[half])
+                    memory[step, -1:].add_(1)
+        yield Part(memory.flatten())
         torch.cuda.current_stream().wait_stream(side)
 
     def both(bind, *arguments, weight):
@@ -161,6 +104,37 @@ def test_products_by_ranges(gather, waits):
             assert torch.equal(a, b)
 
 
+@needs_gpu
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_a_part_beside_a_copy(schedule, no_sync):
+    """The rows of other ranks, while a kernel on a few SMs copies other rows; then a launch that needs the copies."""
+    x, gate_up, _, scale, offsets, blocks, *_ = problem_by_ranges(gather=False)
+    rows, options = torch.randn(20_000, 2048, device=DEVICE).to(BF16), replace(DEFAULT, schedule=schedule)
+    row_of = torch.arange(len(rows), device=DEVICE).flip(0)
+    copy = bind_copy_rows(rows, 16)
+    product = products.bind_grouped_gemm(x, gate_up, None, scale, options, ranges=True)
+    want = products.bind_grouped_gemm(x, gate_up, None, scale, options)(x, gate_up, None, offsets, scale)
+
+    def run():
+        copies = torch.empty_like(rows)
+
+        def parts():
+            yield Part(blocks[0])
+            copy(rows, row_of, copies)
+            yield Part(blocks[1:].flatten(), beside=True)
+
+        return product(x, gate_up, None, parts(), scale), copies.clone()
+
+    run()
+    with no_sync():
+        results = [run() for _ in range(20)]
+    for y, copies in results:
+        assert torch.equal(y, want)
+        assert torch.equal(copies, rows.flip(0))
+    assert want.any()
+    assert launch.tile_counters(x.device).get()[0].item() == 0
+
+
 NEVER = """
 import sys, time
 import pytest, torch
@@ -171,12 +145,14 @@ sys.path += sys.argv[1:]
 from kit.row_ranges import problem_by_ranges
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.sm90 import products
-x, gate_up, _, scale, _, ranges, _ = problem_by_ranges(gather=False)
+from fusedmoe.kernels.sm90.launch import Part
+x, gate_up, _, scale, _, blocks, *_ = problem_by_ranges(gather=False, arrivals=2)
+blocks[1:, -1] += 1  # of two
 product = products.bind_grouped_gemm(x, gate_up, None, scale, DEFAULT, ranges=True)
 torch.cuda.synchronize()
 start = time.monotonic()
 with pytest.raises(RuntimeError, match="CUDA error"):
-    product(x, gate_up, None, [ranges], scale)
+    product(x, gate_up, None, [Part(blocks.flatten())], scale)
     torch.cuda.synchronize()
 assert time.monotonic() - start < 30
 print("an error")

@@ -20,7 +20,7 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 @on_each
 def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None):
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
-    ranges of rows, and the numbers of these ranges.
+    ranges of rows, and the numbers of blocks of their launches.
 
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
     rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name.
@@ -53,8 +53,8 @@ def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(
     for name, value in expected.items():
         assert torch.equal(got[name], value), name
         assert value.float().norm() > 0 or not value.numel() or min(tokens) == 0, name
-    ranges = {what["of_launch"] for name, what in calls if name == "ranges"}
-    return used, sum(name == "row_ranges" for name, _ in calls), ranges
+    parts = {what["of_launch"] for name, what in calls if name == "ranges"}
+    return used, sum(name == "row_ranges" for name, _ in calls), parts
 
 
 AGREED, MOST_TOKENS = {}, {"max_tokens": MOST}
@@ -70,16 +70,17 @@ CASES = {
     "no expert in ranges": (2, MOST_TOKENS, UNEVEN, {"divided": (0, 0)}, OVERLAPS.keys(), 3),
     "one expert of rank 0 in ranges": (2, MOST_TOKENS, UNEVEN, {"divided": (1, 0)}, OVERLAPS.keys(), 3),
     # the parts of a token are summed by one kernel
-    "four ranks": (4, MOST_TOKENS, (50, 37, 0, 44), {}, OVERLAPS.keys(), None),
+    "four ranks": (4, MOST_TOKENS, (50, 37, 0, 44), {}, OVERLAPS.keys(), 3),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_results_have_the_bits_of_separate_steps(hopper_ranks, case):
     size, settings, tokens, options, rules, launches = case
-    for used, launched, _ in hopper_ranks.run(compare, size, settings, tokens, **options)[:size]:
+    for used, launched, parts in hopper_ranks.run(compare, size, settings, tokens, **options)[:size]:
         assert used == rules
-        assert launches in (None, launched)
+        assert launched == launches
+        assert parts == {1, size - 1}
 
 
 def test_ranks_may_choose_different_steps(hopper_ranks):
@@ -104,10 +105,8 @@ WITHOUT = {
 def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, case, tokens, few):
     options = {"disabled": WITHOUT[case], "symmetric": (folder, few)}
     found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, **options)[:2]
-    for (used, _, ranges), without in zip(found, WITHOUT[case], strict=True):
+    for (used, *_), without in zip(found, WITHOUT[case], strict=True):
         assert bool(used) == (without is OTHERS)
-        rows_leave, rows_arrive = {1}, {3} if few < 0.75 else {1}
-        assert ranges == (rows_leave | rows_arrive if used else set())
 
 
 def test_the_engine_symmetric_on_four_ranks(hopper_ranks, folder):
@@ -165,9 +164,12 @@ def test_memory_that_an_engine_lends(hopper_ranks):
 
 
 @on_each
-def declined(ep, reason, expected):
+def declined(ep, reason, expected, most_ranks=32):
     """The rules that decline for a reason; the others keep the bits of separate steps."""
     hopper.stand_ins()
+    from fusedmoe.builtin_rules.exchange import products as exchange_products
+
+    exchange_products.MOST_RANKS = most_ranks
     if expected is None:
         ep = alone(max_tokens=MOST)
     made = hopper.layer(ep)
@@ -184,14 +186,16 @@ def declined(ep, reason, expected):
 
 
 ARRIVING = {name for name in OVERLAPS if "arriving" in name}
+OF_RANGES = ARRIVING | FORWARD
 
 
-@pytest.mark.parametrize(("settings", "reason", "rules"), [
-    ({"max_tokens": MOST, "dispatch_dtype": torch.float8_e4m3fn}, "arrive as codes of torch.float8_e4m3fn", ARRIVING),
-    ({}, "one rank exchanges nothing", None),
-], ids=["codes", "one rank"])  # fmt: skip
-def test_what_the_rules_decline(hopper_ranks, settings, reason, rules):
+@pytest.mark.parametrize(("settings", "reason", "rules", "more"), [
+    (MOST_TOKENS | {"dispatch_dtype": torch.float8_e4m3fn}, "arrive as codes of torch.float8_e4m3fn", ARRIVING, {}),
+    ({}, "one rank exchanges nothing", None, {}),
+    (MOST_TOKENS, "2 ranks: the kernel that divides rows by ranks has at most 1", OF_RANGES, {"most_ranks": 1}),
+], ids=["codes", "one rank", "many ranks"])  # fmt: skip
+def test_what_the_rules_decline(hopper_ranks, settings, reason, rules, more):
     expected = OVERLAPS.keys() if rules is None else rules
-    for used, found in hopper_ranks.run(declined, 2, settings, reason, rules)[:2]:
+    for used, found in hopper_ranks.run(declined, 2, settings, reason, rules, **more)[:2]:
         assert used == OVERLAPS.keys() - expected
         assert found == expected

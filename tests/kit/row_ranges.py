@@ -1,4 +1,7 @@
-"""Rows of tokens of some ranks, and the ranges of row tiles that several launches of a product compute in turn."""
+"""Rows of tokens of some ranks, and the blocks of row tiles that products compute in turn."""
+
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -6,7 +9,7 @@ from fusedmoe.kernels.rows.move import functions as row_functions
 from kit.hopper import DEVICE
 
 BF16 = torch.bfloat16
-OWN = 200, 500  # tokens
+RANK, RANKS = 1, 3
 
 
 def routed(tokens, slots, experts, seed):
@@ -24,22 +27,59 @@ def routed(tokens, slots, experts, seed):
     return offsets.to(torch.int32), (order.indices // slots).to(torch.int32)
 
 
-def row_ranges(offsets, token_of_row, *more):
-    """The ranges, and a word after them, 0."""
-    out = torch.zeros(3 * 2 * (len(offsets) + 1) + 1, dtype=torch.int32, device=DEVICE)
-    got = row_functions.bind_row_ranges(offsets, token_of_row, *more)(offsets, token_of_row, out)
-    assert got[-1] == 0
-    return got
+def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0, tile=128):
+    """The result of `bind_row_ranges`, one tile at a time; a range without rows is that from 0 to 0."""
+    experts, each = len(offsets), tokens // ranks
+    blocks = torch.zeros(ranks, 2 * (experts + 1) + 1, dtype=torch.int32)
+    blocks[1:, -1] = -arrivals
+    steps = [(int(token) // each - rank) % ranks for token in token_of_row]
+    for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), len(token_of_row)])):
+        of_tile = {row: max(steps[row : min(row + tile, stop)]) for row in range(start, stop, tile)}
+        if e >= (experts if divided is None else divided):
+            of_tile = dict.fromkeys(of_tile, ranks - 1)
+        for step in set(of_tile.values()):
+            rows = [row for row in of_tile if of_tile[row] == step]
+            assert rows == [*range(rows[0], rows[-1] + 1, tile)], "the tiles of a class follow each other"
+            blocks[step, e], blocks[step, experts + 1 + e] = rows[0], min(rows[-1] + tile, stop)
+    return blocks.flatten()
 
 
-def problem_by_ranges(gather):
+def check_ranges(offsets, token_of_row, *settings):
+    """Compare the kernel with `plain_ranges`."""
+    run = row_functions.bind_row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), *settings)
+    got = run(offsets.to(DEVICE), token_of_row.to(DEVICE)).cpu()
+    want = plain_ranges(offsets, token_of_row, *settings)
+    assert len(got) == len(want)
+    got, want = (t.view(settings[1], -1) for t in (got, want))
+    ranges = got[:, :-1].unflatten(1, (2, -1))
+    ranges.masked_fill_(ranges[:, :1] == ranges[:, 1:], 0)
+    assert torch.equal(got, want)
+
+
+class Problem(NamedTuple):
+    """Operands of products of the rows of three ranks, on the second of them."""
+
+    x: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    scale: torch.Tensor
+    offsets: torch.Tensor
+    blocks: torch.Tensor  # (P, 2 (E + 1) + 1)
+    rank_of_x: torch.Tensor  # of each row of x
+    index: torch.Tensor | None
+
+
+def problem_by_ranges(gather, arrivals=0):
     torch.manual_seed(0)
     tokens, experts, hidden, features = 600, 3, 72, 64
     offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 2, experts, seed=1))
-    ranges = row_ranges(offsets, token_of_row, *OWN, tokens)
-    assert (ranges[:-1].view(3, 2, -1).diff(dim=1) > 0).any(2).all(), "rows in every range"
+    bound = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, None, arrivals)
+    blocks = bound(offsets, token_of_row).view(RANKS, -1)
+    assert (blocks[:, :-1].unflatten(1, (2, -1)).diff(dim=1) > 0).any(2).all(), "rows in every block"
     x = torch.randn(tokens if gather else len(token_of_row), hidden).to(DEVICE, BF16)
     gate_up = torch.randn(experts, 2 * features, hidden).to(DEVICE, BF16)
     down = torch.randn(experts, hidden, features).to(DEVICE, BF16)
     scale = torch.rand(len(token_of_row)).to(DEVICE)
-    return x, gate_up, down, scale, offsets, ranges, token_of_row if gather else None
+    token_of_x = torch.arange(tokens, device=DEVICE) if gather else token_of_row
+    index = token_of_row if gather else None
+    return Problem(x, gate_up, down, scale, offsets, blocks, token_of_x // (tokens // RANKS), index)

@@ -41,6 +41,7 @@ from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.numerics.formats.hadamard import rotate
 from fusedmoe.ops.glu import GeGLU, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.router import Router
+from kit.row_ranges import plain_ranges
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
@@ -193,13 +194,13 @@ def _dtype(operand):
 
 
 def _rows_of(part, experts):
-    """Experts and their rows, from and to, of the ranges of a launch."""
-    ranges = part[:-1].view(-1, 2, experts + 1)
-    calls.append(("ranges", {"of_launch": len(ranges)}))
-    assert len(ranges) == 1 or part[-1] == 1, "the rows have not arrived"
+    """Experts and their rows, from and to, of the `Part` of a launch."""
+    blocks = part.ranges.view(-1, 2 * (experts + 1) + 1)
+    calls.append(("ranges", {"of_launch": len(blocks)}))
+    assert (blocks[:, -1] >= 0).all(), "the rows have not arrived"
     return [
         (expert, (start, end))
-        for starts, ends in ranges.tolist()
+        for starts, ends in blocks[:, :-1].unflatten(1, (2, -1)).tolist()
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
         if start < end
     ]
@@ -450,19 +451,9 @@ def bind_copy_rows(rows, sms, *, row_of=None, out=None):
     out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
 
 
-@binds("offsets", "token_of_row", "out", says=())
-def bind_row_ranges(offsets, token_of_row, first, end, tokens, divided=None, *, out=None):
-    experts, rows = len(offsets), len(token_of_row)
-    found = torch.zeros(3, 2, experts + 1, dtype=torch.int32)
-    for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), rows])):
-        own, own_end = (start + int((token_of_row[start:stop] < bound).sum()) for bound in (first, end))
-        own = min(start - (start - own) // ROW_TILE * ROW_TILE, stop)
-        own_end = stop if own_end == stop else max(own, start + (own_end - start) // ROW_TILE * ROW_TILE)
-        if e >= (experts if divided is None else divided):
-            own, own_end = (start, start) if end < tokens else (stop, stop) if first else (start, stop)
-        found[:, :, e] = torch.tensor([[own, own_end], [start, own], [own_end, stop]])
-    out[:-1] = found.flatten()
-    return out
+@binds("offsets", "token_of_row", says=())
+def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0):
+    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, ROW_TILE)
 
 
 @binds("rows", "row_of_slot", "scale", "addend", "into")

@@ -1,6 +1,7 @@
 """The PTX of the Hopper kernels on the emulator: `make test` runs a covering few, and `make test-emulator` all."""
 
 import shutil
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -9,15 +10,20 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+from emulator import host
+from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
+from kit.row_ranges import check_ranges, problem_by_ranges, routed
 from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import products as functions
+from fusedmoe.kernels.sm90.gemm import scheduler
+from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
 from fusedmoe.numerics.formats import quantize
 
@@ -92,6 +98,52 @@ def test_schedules_change_no_bit(schedule, tiles):
     case = plain((300, 0, 7, 200), 5, 400, 64)
     (want,), (got,) = case.run(KernelOptions()), case.run(KernelOptions(sm_margin=2, schedule=schedule))
     assert torch.equal(got, want)
+
+
+def test_ranges_of_rows():
+    """Of all ranks: an expert with most rows, one without rows, and others with few rows of each rank."""
+    cases = [(each, ranks, rank) for each in (9, 40, 130) for ranks in range(2, 9) for rank in range(ranks)]
+    for seed, (each, ranks, rank) in enumerate(cases):
+        tokens = each * ranks
+        check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, (None, None, 0, 1, 2)[seed % 5], seed % 3)
+
+
+@pytest.mark.parametrize("gather", [False, slow(True)])
+def test_products_by_ranges(gather, gpu):
+    """A part that may begin beside the launch before it draws its tiles under either schedule."""
+    x, w, _, scale, offsets, blocks, _, index = problem_by_ranges(gather)
+    more = () if index is None else (index,)
+    want = functions.bind_grouped_gemm(x, w, None, scale, KernelOptions(), *more)(x, w, None, offsets, scale, *more)
+    assert want[: offsets[-1]].all(1).any()
+    own, others = Part(blocks[0]), Part(blocks[1:].flatten(), beside=True)
+    for schedule, parts in (("static", [own, others]), ("dynamic", [Part(blocks.flatten())])):
+        options = KernelOptions(schedule=schedule)
+        run, before = functions.bind_grouped_gemm(x, w, None, scale, options, *more, ranges=True), gpu.launches
+        out = torch.full_like(want, torch.nan)
+        assert torch.equal(run(x, w, None, parts, scale, *more, out=out), want)
+        assert gpu.launches == before + len(parts)
+        assert not gpu.counter.any()
+
+
+def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch):
+    """With a kernel that gives up early. Words of ranks whose rows it does not need may be negative."""
+    monkeypatch.setattr(scheduler, "MOST_READS", 50)
+    monkeypatch.setattr("emulator.gpu.compiled", lambda kernel: host.compiled(kernel, "50 reads"))
+    with emulated():
+        x, w, _, scale, offsets, blocks, *_ = problem_by_ranges(False)
+        run = functions.bind_grouped_gemm(x, w, None, scale, KernelOptions(), ranges=True)
+        first, second, third = blocks
+        empty = second.clone()
+        empty[len(offsets) + 1 : -1] = empty[: len(offsets) + 1]
+        for part, words, ends in (
+            ([first, second, third], (0, 0, 0), True), ([first, second, third], (0, -1, 0), False),
+            ([first, second, third], (0, 0, -1), False), ([second, third], (0, -3), False), ([second], (-1,), False),
+            ([first, empty, third], (0, -1, 0), False), ([first, empty], (0, -1), True),
+        ):  # fmt: skip
+            part = torch.stack(part)
+            part[:, -1] = torch.tensor(words)
+            with nullcontext() if ends else pytest.raises(EmulationError, match="the kernel ends with an error"):
+                run(x, w, None, [Part(part.flatten())], scale)
 
 
 @pytest.mark.parametrize("name", [slow("qwen3"), slow("deepseek-v3"), "qwen2, fp32 weight"])

@@ -90,6 +90,12 @@ $L_end:
         ("mbarrier.arrive.shared.b64 \t%rd9, [%r2];", 32, "no mbarrier was initialized"),
         ("st.shared.v4.b32 \t[%r2+8], {%r1, %r1, %r1, %r1};", 32, "a vector is not aligned"),
         ("red.relaxed.gpu.global.add.v4.f32 \t[%rd1+8], {%r1, %r1, %r1, %r1};", 32, "a vector is not aligned"),
+        (
+            "setp.gt.s32 \t%p1, %r1, 30;\n\tvote.sync.any.pred \t%p1, %p1, -1;\n\t@%p1 bra \t$L_trap;\n"
+            "\tbra.uni \t$L_end;\n$L_trap:\n\ttrap;\n$L_end:",
+            32,
+            "the kernel ends with an error",
+        ),
         ("brev.b32 \t%r3, %r1;", 32, "no instruction brev.b32"),
     ],
 )

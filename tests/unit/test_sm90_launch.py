@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.kernels.rows.move.functions import bind_row_ranges
 from fusedmoe.kernels.sm90 import launch, one_group, products, router
-from fusedmoe.kernels.sm90.gemm.arguments import RaggedKArguments, RaggedMArguments
-from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.gemm.arguments import BESIDE, RaggedKArguments, RaggedMArguments
+from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.numerics.activations import Activation
 
 E, K, N, R = 4, 64, 96, 32
 BF16, INT32 = torch.bfloat16, torch.int32
 SWIGLU, STATIC = Activation("swiglu"), KernelOptions(0, "static")
 # places among the arguments
-ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = map(
-    RaggedMArguments._fields.index, ("row_scale", "counter", "limit", "biased", "ctas", "dynamic")
+OFFSETS_OF, ROW_SCALE, COUNTER, CONSTANTS, BIASED, CTAS, DYNAMIC = map(
+    RaggedMArguments._fields.index, ("offsets", "row_scale", "counter", "limit", "biased", "ctas", "dynamic")
 )
 TENSORS = len(RaggedMArguments._fields)
 OF_WGRAD = slice(RaggedKArguments._fields.index("counter"), len(RaggedKArguments._fields))
@@ -236,6 +237,36 @@ def test_a_weight_gradient_that_begins_early(launched, now, bind, schedule, besi
     assert ctas <= 124
     assert dynamic == int((beside or schedule == "dynamic") and not capturing)
     assert counter.item() == 0 or not dynamic
+
+
+@pytest.mark.parametrize(("schedule", "capturing", "want"), [
+    ("static", False, [0, BESIDE, 0]), ("dynamic", False, [1, BESIDE, 1]), ("dynamic", True, [0, 0, 0]),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [R, 0])
+def test_a_launch_for_each_part(launched, now, rows, schedule, capturing, want):
+    """Each is taken after the launch of the one before. One beside another launch draws its tiles under any schedule,
+    and begins in turn if there is no counter.
+    """
+    now.capturing = capturing
+    x, weight, ranges, counts = zeros(rows, K), zeros(E, N, K), [zeros(i, dtype=INT32) for i in (1, 2, 3)], []
+
+    def parts():
+        for part, beside in zip(ranges, (False, True, False), strict=True):
+            yield Part(part, beside)
+            counts.append(len(launched))
+
+    options = KernelOptions(schedule=schedule)
+    products.bind_grouped_gemm(x, weight, None, None, options, ranges=True)(x, weight, None, parts(), None)
+    assert counts == ([1, 2, 3] if rows else [0, 0, 0])
+    given = [arguments for _, arguments in launched]
+    assert [arguments[DYNAMIC] for arguments in given] == (want if rows else [])
+    assert all(arguments[OFFSETS_OF] is part for arguments, part in zip(given, ranges, strict=False))
+
+
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 33), (2, 2), (-1, 2)])
+def test_ranks_whose_rows_no_warp_can_divide(rank, ranks):
+    with pytest.raises(ValueError, match=f"^rank {rank} of {ranks} ranks: expected one of 2 to 32 ranks"):
+        bind_row_ranges(OFFSETS, INDEX, rank, ranks, 64)
 
 
 # ---- the tensors of an epilogue, and gathered rows -------------------------------------------------------------------

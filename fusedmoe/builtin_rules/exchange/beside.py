@@ -1,4 +1,4 @@
-"""What the rules of `expert_parallel.py` share: products of ranges of rows, and sums that leave for other ranks.
+"""The common parts of the rules of `products.py`: products of ranges of rows, and sums that leave for other ranks.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch import Tensor
 from fusedmoe.base.lasting import lasting
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.engine import Pending
+from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
-from fusedmoe.kernels.sm90.tiles.config import RANGES
+from fusedmoe.kernels.sm90.launch import Part
+from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
-SMS_FOR_BARRIER = 2
+LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS = 550, 300
@@ -28,93 +31,76 @@ MARGIN = 1.15
 TILE = 128  # rows
 
 
-def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel, chosen: int) -> KernelOptions:
-    """Return the options of a product beside an exchange of tokens with K chosen experts."""
-    return replace(options, exchange_sms=expert_parallel.engine.sms(chosen))
+def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel) -> KernelOptions:
+    """Return the options of a product beside an exchange of tokens."""
+    return replace(options, exchange_sms=expert_parallel.engine.sms)
 
 
 def experts_beside(
     expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, experts: int, row_flops: int, tflops: int
 ) -> int:
-    """Return the number of experts whose products of this rank's rows take as long as an exchange.
+    """Return the number of experts whose rows are divided by ranks, so that their products take as long as an exchange.
 
-    A product that computes some rows and then the others reads the weights of its experts twice. So it does
-    this for no more experts than an exchange takes.
+    A product that computes the rows of one rank after those of another reads the weights of its experts several times.
+    So it does this for no more experts than an exchange takes. An engine that tells of each rank's rows leaves the
+    products of the rows of all ranks except the last to hide the exchange; others leave those of this rank's rows.
 
     - ``tokens``: P*N.
     - ``row_bytes``: of a row that travels.
     - ``chosen``, ``experts``: K, and the number of experts of this rank.
     - ``row_flops``, ``tflops``: the operations of a row of the product, and its speed.
     """
-    each = tokens // expert_parallel.ranks
-    exchange_us = LATENCY_US + (expert_parallel.ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
-    rows = each * chosen / (expert_parallel.ranks * experts) - TILE / 2  # in tiles that have no other rows
-    if rows <= TILE / 2:
+    ranks = expert_parallel.ranks
+    each, hiding = tokens // ranks, ranks - 1 if expert_parallel.engine.by_kernels else 1
+    exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
+    rows = hiding * (each * chosen / (ranks * experts) - TILE / 2)  # in tiles that have no other rows
+    if rows <= hiding * TILE / 2:
         return experts
     return min(experts, math.ceil(MARGIN * exchange_us / (rows * row_flops / tflops / 1e6)))
 
 
-def _own_and_others(expert_parallel: ExpertParallel, tokens: int) -> tuple[slice, dict[int, slice]]:
-    """Return the places of this rank's tokens and, by numbers of `bind_row_ranges`, of those of other ranks."""
-    each, rank = tokens // expert_parallel.ranks, expert_parallel.rank
-    own = slice(rank * each, (rank + 1) * each)
-    others = {1: slice(0, own.start), 2: slice(own.stop, tokens)}
-    return own, {i: there for i, there in others.items() if there.start < there.stop}
-
-
 class Ranges:
-    """Ranges of the rows of a call: those of this rank's tokens, of some experts, and the others.
+    """Ranges of the rows of a call, by the ranks of their tokens.
 
     - ``offsets``, ``token_of_row``: tensors like those of the call.
     - ``tokens``: the tokens of all ranks.
     - ``experts``: the number of experts whose rows are divided.
-    - ``chosen``: K.
 
-    The parts that the methods give are those that a product takes as ``ranges``, see `functions.bind_grouped_gemm`.
+    The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """
 
     def __init__(
-        self,
-        expert_parallel: ExpertParallel,
-        offsets: Tensor,
-        token_of_row: Tensor,
-        tokens: int,
-        experts: int,
-        chosen: int,
+        self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int, experts: int
     ) -> None:
-        own, self.others = _own_and_others(expert_parallel, tokens)
-        self.run = row_functions.bind_row_ranges(offsets, token_of_row, own.start, own.stop, tokens, experts)
-        self._engine, self._chosen, self._size = expert_parallel.engine, chosen, 2 * (offsets.shape[0] + 1)
+        self._ranks = expert_parallel.ranks
+        self._run = row_functions.bind_row_ranges(
+            offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts
+        )
 
-    def memory(self, device: torch.device) -> Tensor:
-        """Return the memory of the ranges, and of a word after them."""
-        return torch.empty(RANGES * self._size + 1, dtype=torch.int32, device=device)
-
-    def word(self, memory: Tensor) -> Tensor | None:
-        """Return the word by which the engine tells that the rows of others have arrived; None if it does not."""
-        return memory[-1:] if self._engine.tells(self._chosen) else None
-
-    def own_first(
-        self, offsets: Tensor, token_of_row: Tensor, memory: Tensor, told: bool, arriving: Pending, number: int
-    ) -> Iterator[Tensor]:
-        """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If the engine
-        is ``told`` to write the word, yield all rows as one part, whose product waits.
+    def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
+        """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel
+        can follow the rows, yield all of them as one part, whose product waits for each rank's.
         """
-        self.run(offsets, token_of_row, memory)
-        if told:
-            arriving.begun()
-        yield memory if told else self._range(memory, 0)
-        arriving.wait(number)
-        for i in () if told else self.others:
-            yield self._range(memory, i)
+        blocks = self._run(offsets, token_of_row, pending.arrivals)
+        if pending.arrivals:
+            pending.follow(blocks.view(self._ranks, -1))
+            yield Part(blocks, beside=True)
+            return
+        size = blocks.shape[0] // self._ranks
+        yield Part(blocks[:size])
+        pending.wait(number)
+        yield Part(blocks[size:])
 
-    def others_and_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return the ranges of other ranks' rows, and that of this rank's."""
-        memory = self.run(offsets, token_of_row, self.memory(offsets.device))
-        return [self._range(memory, i) for i in self.others], self._range(memory, 0)
+    def leaving(self, offsets: Tensor, token_of_row: Tensor, steps: Sequence[range], beside: bool) -> list[Part]:
+        """Return the rows of the ranks of each range of steps, and last this rank's own; step s is rank ``rank - s``.
 
-    def _range(self, memory: Tensor, number: int) -> Tensor:
-        return memory[number * self._size : (number + 1) * self._size + 1]
+        - ``beside``: whether all parts except the first begin beside the launch before them.
+        """
+        blocks = self._run(offsets, token_of_row, 0)
+        size = blocks.shape[0] // self._ranks
+        # step s is the block P - s
+        parts = [blocks[(self._ranks - of.stop + 1) * size : (self._ranks - of.start + 1) * size] for of in steps]
+        return [Part(part, beside and i > 0) for i, part in enumerate([*parts, blocks[:size]])]
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
@@ -134,48 +120,184 @@ def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequ
     return run
 
 
+class Leaving(Protocol):
+    """Sums for other ranks that leave in one call."""
+
+    def leave(self, steps: range) -> None:
+        """Let the sums for some ranks leave: step s is rank ``this rank - s``. Each step from 1 to P - 1 leaves once, in
+        this order, after the launch that gives its rows.
+        """
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        """Return the results of this rank's tokens, and the sums of the values."""
+
+
 class Returns:
     """Sums over the slots of tokens, of which those of other ranks' tokens leave first; then the sums over ranks.
 
     - ``rows``, ``row_of_slot``, ``scale``: tensors like those of the call: rows (R, H), their numbers (P*N, K), and a
       factor per row or None.
+    - ``values``: None, or like values per row (R,) that return by slot: (T, K).
     - ``tokens``: T, the tokens of this rank.
     """
 
     def __init__(
-        self, expert_parallel: ExpertParallel, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, tokens: int
+        self,
+        expert_parallel: ExpertParallel,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        scale: Tensor | None,
+        values: Tensor | None,
+        tokens: int,
     ) -> None:
-        ranks, rank, every = expert_parallel.ranks, expert_parallel.rank, row_of_slot.shape[0]
-        self.engine, self.rank, self.tokens = expert_parallel.engine, rank, tokens
-        self.own, others = _own_and_others(expert_parallel, every)
-        self._sums = [
-            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale)) for there in others.values()
+        self.engine, self.ranks, self.rank = expert_parallel.engine, expert_parallel.ranks, expert_parallel.rank
+        self.tokens, self.every = tokens, row_of_slot.shape[0]
+        each = self.every // self.ranks
+        self.own = slice(self.rank * each, (self.rank + 1) * each)
+        self.steps = range(1, self.ranks)
+
+    def groups(self, us: float) -> list[range]:
+        """Return the steps that leave together, if the product of one step's rows takes this time."""
+        return [self.steps]
+
+    def begin(
+        self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
+    ) -> Leaving:
+        """Begin a call with these rows, which the caller may still write until they leave."""
+        raise NotImplementedError
+
+
+class ReturnsByExchange(Returns):
+    """Returns by `Engine.start_exchange`."""
+
+    def __init__(
+        self,
+        expert_parallel: ExpertParallel,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        scale: Tensor | None,
+        values: Tensor | None,
+        tokens: int,
+    ) -> None:
+        super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
+        of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
+        self.sums = [
+            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
+            for there in of_others
+            if there.start < there.stop
         ]
-        self._parts = rows.new_empty(every, rows.shape[1], device="meta")
-        self._over_ranks = None
-        if ranks == 2 and tokens:
+        self.of_values = None if values is None else slot_functions.bind_slot_values(values, row_of_slot)
+        self.over_ranks = None
+        if self.ranks == 2 and tokens:
             of_tokens = row_of_slot[self.own][:tokens]
-            self._add_to_part = slot_functions.bind_sum_slots_and_part(rows, of_tokens, scale)
+            self.add_to_part = slot_functions.bind_sum_slots_and_part(rows, of_tokens, scale)
         elif tokens:
-            self._sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], scale)
-            self._over_ranks = bind_sum_over_ranks(rows.new_empty(every, rows.shape[1]), ranks, tokens)
+            self.sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], scale)
+            self.over_ranks = bind_sum_over_ranks(rows.new_empty(self.every, rows.shape[1]), self.ranks, tokens)
 
-    def of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None, *like: Tensor) -> Tensor:
-        """Return the sums for other ranks' tokens, in parts (P*N, H), for an exchange of these and of ``like``."""
-        parts = self.engine.room([self._parts, *like], rows.device)[0]
-        for there, total in self._sums:
-            total(rows, row_of_slot[there], scale, None, parts[there])
-        return parts
+    def begin(
+        self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
+    ) -> Leaving:
+        return _Exchanged(self, rows, row_of_slot, scale, values)
 
-    def finished(
-        self, leaving: Pending, parts: Tensor, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None
-    ) -> Tensor:
-        """Return the results of this rank's tokens (T, H): the sum of its part and those of the others."""
-        if not self.tokens:
+
+class _Exchanged:
+    """One call of `ReturnsByExchange`."""
+
+    def __init__(
+        self,
+        returns: ReturnsByExchange,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        scale: Tensor | None,
+        values: Tensor | None,
+    ) -> None:
+        self._returns, self._given, self._values = returns, (rows, row_of_slot, scale), values
+
+    def leave(self, steps: range) -> None:
+        assert steps == self._returns.steps
+        returns, (rows, row_of_slot, scale) = self._returns, self._given
+        self._parts = rows.new_empty(returns.every, rows.shape[1])
+        for there, total in returns.sums:
+            total(rows, row_of_slot[there], scale, None, self._parts[there])
+        given = [self._parts]
+        if returns.of_values is not None and self._values is not None:
+            given.append(returns.of_values(self._values.contiguous(), row_of_slot))
+        self._leaving = returns.engine.start_exchange(given)
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        y = self._sum()
+        return y, None if self._values is None else sum_over_ranks(self._leaving.wait(1), self._returns.tokens)
+
+    def _sum(self) -> Tensor:
+        returns, leaving, (rows, row_of_slot, scale) = self._returns, self._leaving, self._given
+        if not returns.tokens:
             leaving.wait(0)
             return rows.new_empty(0, rows.shape[1])
-        if self._over_ranks is None:
-            part = leaving.wait(0)[1 - self.rank][: self.tokens]
-            return self._add_to_part(rows, row_of_slot[self.own][: self.tokens], scale, part)
-        self._sum_own(rows, row_of_slot[self.own], scale, None, parts[self.own])
-        return self._over_ranks(leaving.wait(0))
+        if returns.over_ranks is None:
+            part = leaving.wait(0)[1 - returns.rank][: returns.tokens]
+            return returns.add_to_part(rows, row_of_slot[returns.own][: returns.tokens], scale, part)
+        returns.sum_own(rows, row_of_slot[returns.own], scale, None, self._parts[returns.own])
+        return returns.over_ranks(leaving.wait(0))
+
+
+class ReturnsByKernels(Returns):
+    """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``."""
+
+    def __init__(
+        self,
+        expert_parallel: ExpertParallel,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        scale: Tensor | None,
+        values: Tensor | None,
+        tokens: int,
+    ) -> None:
+        assert scale is None
+        super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
+        (every, chosen), columns, each = row_of_slot.shape, rows.shape[1], self.every // self.ranks
+        sizes = [every * columns * rows.itemsize, *([] if values is None else [every * chosen * values.itemsize])]
+        places, self.nbytes = exchange_functions.places(sizes)
+        self.at_parts, at_values = places[0], places[-1]
+        self.device, self.dtype, self.shape = rows.device, rows.dtype, (self.ranks, each, columns)
+        self.first = 0 if values is not None else 1
+        self.push = exchange_functions.bind_push(
+            rows, row_of_slot, values, self.at_parts, at_values, self.engine.push_sms
+        )
+        self.sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], None)
+        like = rows.new_empty(tokens, columns), None if values is None else values.new_empty(tokens, chosen)
+        self.total = exchange_functions.bind_total(*like, each, self.at_parts, at_values)
+
+    def groups(self, us: float) -> list[range]:
+        if us < LEAST_US:
+            return [self.steps]
+        return [range(step, step + 1) for step in self.steps]
+
+    def begin(
+        self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
+    ) -> Leaving:
+        return _Pushed(self, rows, row_of_slot, None if values is None else values.contiguous())
+
+
+class _Pushed:
+    """One call of `ReturnsByKernels`."""
+
+    def __init__(self, returns: ReturnsByKernels, rows: Tensor, row_of_slot: Tensor, values: Tensor | None) -> None:
+        self._returns, self._given = returns, (rows, row_of_slot, values)
+        self._channel = returns.engine.begin_return(returns.nbytes, returns.device)
+
+    def leave(self, steps: range) -> None:
+        begin = self._returns.first if steps.start == 1 else steps.start
+        self._returns.push(self._channel.region, *self._given, begin, steps.stop)
+
+    def finish(self) -> tuple[Tensor, Tensor | None]:
+        returns, (rows, row_of_slot, _) = self._returns, self._given
+        parts = self._channel.buffer.of_rank(returns.rank, returns.at_parts, returns.shape, returns.dtype)
+        returns.sum_own(rows, row_of_slot[returns.own], None, None, parts[returns.rank])
+        return returns.total(self._channel.region)
+
+
+def bind_returns(expert_parallel: ExpertParallel, *args: Any) -> Returns:
+    """Return the `Returns` of an engine."""
+    kind = ReturnsByKernels if expert_parallel.engine.by_kernels else ReturnsByExchange
+    return kind(expert_parallel, *args)

@@ -5,14 +5,12 @@
 - `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
 - `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
 
-A product then computes two or three ranges of rows, in whole tiles: it has the same tiles as otherwise, so that the
-results have the same bits (kernels/rows/move/ranges.py). It is launched once per range, or once for all if its kernel
-can wait for the rows of the later ones. A step makes the same exchanges as the plain steps, in the same order. So it
-does not matter if the ranks choose different steps.
+A product then computes two parts of the rows, in whole tiles: it has the same tiles as otherwise, so that the results
+have the same bits (kernels/rows/move/ranges.py). It is launched once per part. A step makes the same exchanges as the
+plain steps, in the same order. So it does not matter if the ranks choose different steps.
 
 A product that runs beside an exchange leaves some SMs to the kernels of the exchange. One that is launched after the
-barrier between the ranks need not: that of arriving tokens, whose rows are sorted by expert ids that have arrived, and
-one that waits for arriving rows.
+barrier between the ranks need not: that of arriving tokens, whose rows are sorted by expert ids that have arrived.
 """
 
 from __future__ import annotations
@@ -46,6 +44,7 @@ from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.move.functions import MOST_RANKS
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
 from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
@@ -62,6 +61,11 @@ def _nbytes(*specs: SpecLike) -> int:
 def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
     if op.expert_parallel.ranks == 1:
         raise NothingToDo("one rank exchanges nothing")
+
+
+def _require_few_ranks(expert_parallel: ExpertParallel) -> None:
+    ranks = expert_parallel.ranks
+    require(ranks <= MOST_RANKS, "%d ranks: the kernel that divides rows by ranks has at most %d", ranks, MOST_RANKS)
 
 
 def _require_own_dtype(expert_parallel: ExpertParallel) -> None:
@@ -82,6 +86,7 @@ class GemmActivationOfArrivingTokens(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.gather)
+        _require_few_ranks(self.gather.expert_parallel)
         _require_own_dtype(self.gather.expert_parallel)
         counted = "local_rows" in self.dispatch.runtime_inputs
         require(not counted, "the host counts the rows of dispatch (overflow='rerun')")
@@ -124,7 +129,7 @@ class GemmActivationOfArrivingTokens(
         beside = experts_beside(gather.expert_parallel, total, row_bytes, chosen, experts, row_flops, TFLOPS)
         # memory for E offsets, which may be more than there are rows
         offsets = rows.new_empty(experts)
-        ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside, chosen)
+        ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside)
         factors = factor.view(-1)[:room] if scaled else None
         product = products.bind_grouped_gemm_activation(
             tokens, weight, bias, factors, activation_of(self.act), keeps_p, ctx.options, rows, ranges=True
@@ -132,14 +137,12 @@ class GemmActivationOfArrivingTokens(
 
         def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
             weight, bias = given[count:]
-            memory = ranges.memory(x.device)
-            word = ranges.word(memory)
-            arriving = gather.start(x, *given[:count], told=word)
+            arriving = gather.start(x, *given[:count])
             index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, _, _, token_of_row, offsets = provided
             tokens = arriving.unfinished(2)
-            parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 2)
+            parts = ranges.own_first(offsets, token_of_row, arriving, 2)
             result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
             y, *p = result if keeps_p else (result,)
             kept = {"gather.output": tokens, "act.input": p[0] if p else None}
@@ -157,6 +160,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.back)
+        _require_few_ranks(self.back.expert_parallel)
         require_row_dtype(self.combine)
         fc, weights = self.fc, self.combine.applies
         check_common(ctx, "input", "fc.weight", in_features=fc.in_features, out_features=fc.out_features)
@@ -187,7 +191,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
         row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
         beside = beside_exchange(options, expert_parallel, chosen)
         of_others, of_own = (
             products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
@@ -199,8 +203,8 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
             x, weight, bias, offsets, expert_index, rank_experts, row_of_slot, token_of_row, *factor = tensors
             probs = factor[0] if factor else None
             rows = x.new_empty(x.shape[0], features)
-            others, own = ranges.others_and_own(offsets, token_of_row)
-            of_others(x, weight, bias, others, None, None, rows)
+            own, others = ranges.own_and_others(offsets, token_of_row)
+            of_others(x, weight, bias, [others], None, None, rows)
             parts = returns.of_others(rows, row_of_slot, probs)
             leaving = back.start(parts, expert_index, rank_experts)
             of_own(x, weight, bias, [own], None, None, rows)
@@ -225,6 +229,7 @@ class DgradActivationOfArrivingGradients(
 
     def offer(self, ctx: PlanContext) -> Step:
         _require_ranks(self.dback.op)
+        _require_few_ranks(self.dback.op.expert_parallel)
         _require_own_dtype(self.dback.op.expert_parallel)
         require_row_dtype(self.dcombine.op)
         fc = self.dgrad.op
@@ -267,12 +272,9 @@ class DgradActivationOfArrivingGradients(
         divided = experts_beside(
             expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
         )
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, chosen)
-        in_parts, in_one = (
-            products.bind_grouped_gemm_activation_backward(
-                like, weight, preactivation, factor, activation, True, scale_grad, sms, token_of_row, ranges=True
-            )
-            for sms in (beside, options)
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
+        product = products.bind_grouped_gemm_activation_backward(
+            like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
         )
         y = dy.new_empty(preactivation.shape[0], weight.shape[2])
         wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
@@ -280,12 +282,9 @@ class DgradActivationOfArrivingGradients(
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             dy, gathered_index, rank_experts, token_of_row, weight, offsets, preactivation, factor = tensors
             main_grad = wgrad.main_grad()
-            memory = ranges.memory(dy.device)
-            word = ranges.word(memory)
-            arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True, told=word)
+            arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True)
             gathered = arriving.unfinished(0)
-            parts = ranges.own_first(offsets, token_of_row, memory, word is not None, arriving, 0)
-            product = in_parts if word is None else in_one
+            parts = ranges.own_first(offsets, token_of_row, arriving, 0)
             grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
             assert y is not None
             grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)

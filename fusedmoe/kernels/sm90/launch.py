@@ -18,6 +18,7 @@ from torch import Tensor
 from fusedmoe.base.lasting import current_stream, lasting, unread
 from fusedmoe.kernels.build import compiler
 from fusedmoe.kernels.options import KernelOptions, Schedule
+from fusedmoe.kernels.sm90.gemm.arguments import BESIDE
 from fusedmoe.kernels.sm90.tiles.choice import WGRADS, Family, Problem, band
 from fusedmoe.kernels.sm90.tiles.config import TileConfig
 from fusedmoe.numerics.activations import Activation
@@ -177,6 +178,17 @@ def scales_of(operand: Operand) -> Scales | None:
     return "expert" if operand.scale.dim() == 1 else "blocks"
 
 
+class Part(NamedTuple):
+    """A part of a product: consecutive blocks of `bind_row_ranges`.
+
+    ``beside``: it begins while the launch before it runs, if `may_begin_beside`. No argument may be a result of that
+    launch.
+    """
+
+    ranges: Tensor
+    beside: bool = False
+
+
 class Epilogue(NamedTuple):
     """The parts of an epilogue that are compiled in."""
 
@@ -215,8 +227,8 @@ class RaggedMLaunch(NamedTuple):
     """The common part of all launches with the same key.
 
     ``run(a, b, offsets, bias, row_scale, *tensors)`` launches, of two operands. ``tensors`` are the index, if rows are
-    gathered, the formula's input, and the outputs. With `RaggedMKey.ranges`, it launches once for each of some parts of
-    ranges in place of ``offsets``. They may be a generator: it waits for rows before it yields their ranges.
+    gathered, the formula's input, and the outputs. With `RaggedMKey.ranges`, it launches once for each `Part` of an
+    iterable in place of ``offsets``. This may be a generator: it waits for rows before it yields their ranges.
     """
 
     run: Callable[..., None]
@@ -227,7 +239,7 @@ class RaggedMLaunch(NamedTuple):
 def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     if not key.rows:
-        return RaggedMLaunch(_of_ranges(_no_kernel) if key.ranges else _no_kernel, 1)
+        return RaggedMLaunch(_of_parts(_no_kernel, key.device) if key.ranges else _no_kernel, 1)
     device, schedule = key.device, key.options.schedule
     sms, of_tiles = sms_for(device, key.options), sms_for_tiles(device, key.options)
     problem = Problem(
@@ -245,33 +257,47 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
 
     # functions and not methods, which take 0.3 us longer to call
     def run(
-        a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+        a: Tensor,
+        b: Tensor,
+        offsets: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+        *tensors: Tensor,
+        beside: bool = False,
     ) -> None:
         scale = no_scale if row_scale is None else row_scale.float() if converts else row_scale.contiguous()
-        counter, dynamic = tile_counter(device, schedule)
+        counter, dynamic = tile_counter(device, "dynamic" if beside else schedule)
+        if beside:
+            dynamic *= BESIDE  # without a counter, it begins in its turn
         kernel(a, b, offsets, no_bias if bias is None else bias, scale, counter, *numbers, dynamic, *tensors)
 
     def run_codes(
-        a: Codes, b: Codes, offsets: Tensor, bias: Tensor | None, row_scale: Tensor | None, *tensors: Tensor
+        a: Codes,
+        b: Codes,
+        offsets: Tensor,
+        bias: Tensor | None,
+        row_scale: Tensor | None,
+        *tensors: Tensor,
+        beside: bool = False,
     ) -> None:
         codes = a.codes.view(torch.uint8), b.codes.view(torch.uint8)
-        run(*codes, offsets, bias, row_scale, a.scale, b.scale, *tensors)
+        run(*codes, offsets, bias, row_scale, a.scale, b.scale, *tensors, beside=beside)
 
     launch: Callable[..., None] = run if key.scales is None else run_codes
-    return RaggedMLaunch(_of_ranges(launch) if key.ranges else launch, config.tile_n)
+    return RaggedMLaunch(_of_parts(launch, device) if key.ranges else launch, config.tile_n)
 
 
-def _of_ranges(launch: Callable[..., None]) -> Callable[..., None]:
-    """Return the function that launches once for each part of ranges."""
+def _of_parts(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
+    """Return the function that launches once for each part."""
 
-    def run(a: Operand, b: Operand, parts: Iterable[Tensor], *others: Any) -> None:
-        for part in parts:
-            launch(a, b, part, *others)
+    def run(a: Operand, b: Operand, parts: Iterable[Part], *others: Any) -> None:
+        for ranges, beside in parts:
+            launch(a, b, ranges, *others, beside=may_begin_beside(device, beside))
 
     return run
 
 
-def _no_kernel(*_: Any) -> None:
+def _no_kernel(*_: Any, beside: bool = False) -> None:
     """Launch nothing: there are no rows."""
 
 

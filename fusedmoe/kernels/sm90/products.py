@@ -82,9 +82,9 @@ def bind_grouped_gemm(
     For each row r of expert e, it returns ``y[r] = (x[r] @ weight[e].T + bias[e]) * row_scale[r]``: (R, N) of x (R, K);
     with ``gather``, x is (T, K). Of a gradient dy and ``weight.mT``, the result is the gradient of the input.
 
-    With ``ranges``, parts of the vector of `bind_row_ranges` in place of the offsets: one launch for each of them. A
-    part has one range or more, and one element more. If it has several ranges, the launch reads the rows of all but the
-    first when this element is not 0.
+    With ``ranges``, an iterable of `Part` takes the place of the offsets: one launch for each part, which has some
+    consecutive blocks of `bind_row_ranges`. The launch reads the rows of a block when no word up to that block's is
+    negative.
     """
     rows, columns = _rows(x, gather), values_of(weight).shape[1]
     launch = _ragged_m(

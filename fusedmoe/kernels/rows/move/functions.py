@@ -25,6 +25,7 @@ WARP_COLUMNS = 256  # columns per warp: 16 bytes per lane
 TARGET_WARPS = 132 * 48  # two waves on 132 SMs: the second balances the load
 LEAST_SLICE_ROWS = 32  # a slice reads 2 bytes per column and row, far more than the 4 per column that it writes
 SLICE_UNIT = 8  # rows that a warp loads at once
+MOST_RANKS = 32  # by which rows are divided: a lane has one of them
 
 
 def offsets_from_splits(splits_E: Tensor, num_rows: int) -> Tensor:
@@ -60,25 +61,42 @@ def bind_offsets_from_splits(splits_E: Tensor, num_rows: int) -> Callable[..., T
 
 
 def bind_row_ranges(
-    offsets_E: Tensor, token_of_row: Tensor, first: int, end: int, tokens: int, divided: int | None = None
-) -> Callable[..., Tensor]:
-    """Return a function of ``(offsets, token_of_row, out)``: three ranges of the experts' rows, written into ``out``.
+    offsets_E: Tensor,
+    token_of_row: Tensor,
+    rank: int,
+    ranks: int,
+    tokens: int,
+    divided: int | None = None,
+    arrivals: int = 0,
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a function of ``(offsets, token_of_row)``: the experts' rows in P blocks, by the ranks of their tokens.
 
-    ``out`` is an int32 vector of 3 * 2 (E + 1) + 1 elements, of which the last one is not written. A range has E + 1
-    first rows, then E + 1 ends. The ranges are those of the row tiles that have only rows of the tokens from
-    ``first`` to before ``end``, of the tiles before them, and of the tiles after them. The rows of no expert are one
-    more expert: in the last range that has rows for any splits. So are all rows of the experts from number ``divided``
-    on; None: the rows of every expert are divided.
+    Its result is an int32 vector of P * (2 (E + 1) + 1) elements. A block has E + 1 first rows, E + 1 ends, and a word.
+    Block i has the row tiles whose rows are all of the ranks from ``rank`` to ``(rank + i) % P``, except those of the
+    blocks before it. The rows of no expert are one more expert.
+
+    - ``rank``, ``ranks``: the own rank, and P: 2 to 32.
+    - ``tokens``: P * N. Rank q has the tokens from q * N to before (q + 1) * N.
+    - ``divided``: only the experts before this number are divided; None: every expert. The rows of the others, and
+      those of no expert, are in the last block.
+    - ``arrivals``: how often 1 is added to a word until the rows of its rank are there. The word of block 0 is 0, all
+      others are ``-arrivals``. Consecutive blocks are an argument of a product. Before a block, it waits until no word
+      of its argument is negative up to that block's.
+
+    Raises `ValueError`: there are fewer than 2 or more than 32 ranks, or ``rank`` is none of them.
     """
-    from fusedmoe.kernels.rows.move.ranges import AFTER, BEFORE, OWN, RowRanges  # deferred: imports the CuTe DSL
+    if not (2 <= ranks <= MOST_RANKS and 0 <= rank < ranks):
+        raise ValueError(f"rank {rank} of {ranks} ranks: expected one of 2 to {MOST_RANKS} ranks")
+    from fusedmoe.kernels.rows.move.ranges import RowRanges  # deferred: imports the CuTe DSL
 
-    of_experts = offsets_E.shape[0] if divided is None else divided
-    tail = AFTER if end < tokens else BEFORE if first else OWN
+    experts = offsets_E.shape[0]
+    size, each, of_experts = ranks * (2 * (experts + 1) + 1), tokens // ranks, experts if divided is None else divided
     kernel = load(RowRanges())
 
-    def run(offsets_E: Tensor, token_of_row: Tensor, out: Tensor) -> Tensor:
-        kernel(offsets_E, token_of_row, out, first, end, of_experts, tail)
-        return out
+    def run(offsets_E: Tensor, token_of_row: Tensor) -> Tensor:
+        blocks = offsets_E.new_empty(size)
+        kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals)
+        return blocks
 
     return run
 

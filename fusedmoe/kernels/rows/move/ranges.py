@@ -1,16 +1,26 @@
-"""The kernel that divides the rows of each expert at the tiles of some tokens, for products that begin with some rows.
+"""The kernel that divides the rows of each expert by the ranks of their tokens, for products that begin with some rows.
 
-`RowRanges`: the rows of an expert are in token order. Those of the tokens from ``first`` to before ``end`` are its
-*own* rows. Its row tiles become three ranges: the tiles with own rows only, those before them, and those after them. A
-tile with own rows and others is in one of the latter two. The rows of no expert, the tail, are one more expert in one
-of the ranges.
+`RowRanges`: P ranks have N tokens each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
+token order, and so in the order of their ranks. The *step* of rank q is ``(q - rank) % P``: 0 for the own rank, 1 for
+the next one. A row tile is in the *class* of the largest step among the ranks of its rows: its rows are there when
+those of all ranks up to this step are.
 
-Only some experts have own rows, the first ``divided``. The tiles of the others are all in the range that has the tail:
-a product that takes one range after the other reads their weights once.
+In row order, steps increase up to the own rank, where they begin at 0, and then increase again. So the tiles of a class
+follow each other. With ``b(q)`` the first row of a token from q N on, ``count`` the number of the expert's rows, both
+from its first row, and t the rows of a tile, the class of rank q has the tiles from T(q) to before T(q + 1):
 
-A warp has one expert. It searches the first own row, and the end of the own rows, with 32 probes at a time.
+- ``T(0) = 0``, ``T(P) = ceil(count / t)``;
+- for q up to the own rank: ``T(q) = floor(b(q) / t)``, the first tile with a row of the ranks from q to before the own
+  one; ``ceil(b(rank) / t)`` if they have no row;
+- for q after it: ``T(q) = floor(b(q) / t)``, the first tile with a row of the ranks from q on, or ``ceil(count / t)``
+  if they have no row, but at least ``T(rank)``.
 
-Axes: R rows sorted by expert, E experts.
+Only the first ``divided`` experts are divided. All rows of the others, and the rows of no expert, the *tail*, are in
+the class of the last step: a product that takes one class after the other reads the weights of such an expert once.
+
+A warp has one expert, and its lane q searches b(q): there are at most 32 ranks.
+
+Axes: R rows sorted by expert, E experts, P ranks.
 """
 
 from __future__ import annotations
@@ -20,18 +30,16 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Int32
 
 from fusedmoe.kernels.device.warps import LANES, WarpKernel, fake_vector
-from fusedmoe.kernels.sm90.tiles.config import RANGES
 
 WARPS = 4  # per CTA
-OWN, BEFORE, AFTER = range(RANGES)
 
 
 @dataclass(frozen=True)
 class RowRanges(WarpKernel):
-    """Ranges of the experts' rows, in whole tiles."""
+    """Ranges of the experts' rows, in whole tiles, one for each class."""
 
     tile: int = 128  # rows
 
@@ -40,66 +48,76 @@ class RowRanges(WarpKernel):
         return f"sm90_row_ranges_{self.tile}"
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), ranges (3, 2, E + 1) and one more
-        element as one vector, all int32, ``first``, ``end``, ``divided``, and the range that gets the tail.
+        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 1
+        elements as one vector, all int32, ``rank``, P, N, ``divided``, and the word of each step but 0.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
-        return self.compiled_for(*vectors, *[Int32(0)] * 4)
+        return self.compiled_for(*vectors, *[Int32(0)] * 5)
 
     @cute.jit
-    def __call__(self, offsets, tokens, ranges, first, end, divided, tail, stream):
+    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, stream):
         grid = (cute.ceil_div(cute.size(offsets) + 1, WARPS), 1, 1)
-        self.kernel(offsets, tokens, ranges, first, end, divided, tail).launch(
+        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word).launch(
             grid=grid, block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, offsets, tokens, ranges, first, end, divided, tail):
+    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word):
         lane = cute.arch.lane_idx()
-        block, _, _ = cute.arch.block_idx()
-        expert = block * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        cta, _, _ = cute.arch.block_idx()
+        expert = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
         experts = cute.size(offsets)
-        start, stop = Int32(0), Int32(0)
         if expert <= experts:
+            start, stop = Int32(0), cute.size(tokens)
             if expert > 0:
                 start = offsets[expert - 1]
-            stop = cute.size(tokens)
             if expert < experts:
                 stop = offsets[expert]
-        own, own_end = start, start
-        if expert < cutlass.min(divided, experts):
-            own = self.rows_before(tokens, start, stop, first, lane)
-            own_end = self.rows_before(tokens, start, stop, end, lane)
-            own = cutlass.min(start + (own - start + self.tile - 1) // self.tile * self.tile, stop)
-            if own_end < stop:
-                own_end = start + (own_end - start) // self.tile * self.tile
-            own_end = cutlass.max(own, own_end)
-        elif tail == OWN:
-            own_end = stop
-        elif tail == BEFORE:
-            own, own_end = stop, stop
-        if expert <= experts and lane == 0:
-            size = experts + 1
-            ranges[2 * OWN * size + expert] = own
-            ranges[(2 * OWN + 1) * size + expert] = own_end
-            ranges[2 * BEFORE * size + expert] = start
-            ranges[(2 * BEFORE + 1) * size + expert] = own
-            ranges[2 * AFTER * size + expert] = own_end
-            ranges[(2 * AFTER + 1) * size + expert] = stop
+            step = (lane + ranks - rank) % ranks
+            first, end = start, start
+            if expert < cutlass.min(divided, experts):
+                first, end = self.of_class(tokens, start, stop, rank, ranks, each, lane)
+            elif step == ranks - 1:
+                end = stop
+            if lane < ranks:
+                block = step * (2 * (experts + 1) + 1)
+                blocks[block + expert] = first
+                blocks[block + experts + 1 + expert] = end
+                if expert == experts:
+                    blocks[block + 2 * (experts + 1)] = 0 if step == 0 else word
 
     @cute.jit
-    def rows_before(self, tokens, start, stop, bound, lane):
+    def of_class(self, tokens, start, stop, rank, ranks, each, lane):
+        """The first row and the end of a divided expert's tiles in the class of rank ``lane``, see the module's
+        docstring.
+        """
+        count = stop - start
+        tiles = cute.ceil_div(count, self.tile)
+        bound = self.rows_before(tokens, start, stop, lane * each) - start
+        own = cute.arch.shuffle_sync(bound, rank)
+        tile = bound // self.tile
+        if lane <= rank:
+            if bound == own:
+                tile = cute.ceil_div(own, self.tile)
+        else:
+            if bound == count:
+                tile = tiles
+            tile = cutlass.max(tile, cute.ceil_div(own, self.tile))
+        next_tile = cute.arch.shuffle_sync(tile, lane + 1)
+        if lane >= ranks - 1:
+            next_tile = tiles
+        first, end = (cutlass.min(start + t * self.tile, stop) for t in (tile, next_tile))
+        return first, end
+
+    @cute.jit
+    def rows_before(self, tokens, start, stop, bound):
         """The first row of an expert whose token is not before ``bound``; ``stop`` if there is none."""
         low, high = start, stop
         while low < high:
-            step = (high - low + LANES - 1) // LANES
-            probe = low + (lane + 1) * step - 1
-            before = Boolean(False)
-            if probe < high:
-                before = Boolean(tokens[probe] < bound)
-            blocks = cute.arch.popc(cute.arch.vote_ballot_sync(before))
-            low += blocks * step
-            # the next block has the row, unless single rows were probed
-            high = low if step == 1 else cutlass.min(high, low + step - 1)
+            middle = (low + high) // 2
+            if tokens[middle] < bound:
+                low = middle + 1
+            else:
+                high = middle
         return low

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+BESIDE = 2
+"""``dynamic`` of a product of ranges that draws its tiles, and begins while the launch before it runs."""
+
 
 class RaggedMArguments(NamedTuple):
     """Of `RaggedM`. Tensors follow: the scales of a and b, if they have scales; the index, if rows are gathered; the
@@ -25,7 +28,7 @@ class RaggedMArguments(NamedTuple):
     scaled: int
     band: int  # see `scheduler.band_of`
     ctas: int
-    dynamic: int  # whether tiles are drawn from the counter
+    dynamic: int  # whether tiles are drawn from the counter; with ranges also `BESIDE`
 
 
 class RaggedKArguments(NamedTuple):

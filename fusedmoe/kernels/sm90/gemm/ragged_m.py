@@ -22,6 +22,10 @@ that row. The TMA descriptor of an output therefore has one dimension more than 
 
 So one descriptor is enough for all experts.
 
+**Ranges.** A launch for some ranges of the rows may begin beside the launch before it, as that of `RaggedK.beside`. A
+number of the launch says so, not the kernel: every launch has the attribute, and one that begins in its turn waits at
+its start.
+
 **Gated activations** need the gate and the up value of an output in one thread. If the weight is ``[gate | up]``, a
 tile of B is half gate rows, half up rows, loaded by one descriptor. Columns j and j + tile_n / 2 of the accumulators
 then form a pair. If gate and up alternate, adjacent columns do.
@@ -55,7 +59,7 @@ from fusedmoe.kernels.device.gather import CHUNK_BYTES, COPY_ROWS, Gathered, chu
 from fusedmoe.kernels.device.warps import LANES
 from fusedmoe.kernels.sm90.epilogue.outputs import PLAIN, Arguments, Block, Epilogue, Numbers
 from fusedmoe.kernels.sm90.gemm import scheduler
-from fusedmoe.kernels.sm90.gemm.arguments import RaggedMArguments
+from fusedmoe.kernels.sm90.gemm.arguments import BESIDE, RaggedMArguments
 from fusedmoe.kernels.sm90.gemm.common import (  # fmt: skip
     EPILOGUE_LOAD_WARP,
     LOAD,
@@ -100,7 +104,7 @@ class RaggedM(Gemm):
     b_major: str = "k"  # or "n": the axis of the weight that has unit stride
     epilogue: Epilogue = PLAIN
     gather: bool = False  # whether the rows of A are read through an index
-    ranges: bool = False  # whether ``offsets`` has ranges of rows, see `tiles.expert_rows`
+    ranges: bool = False  # whether ``offsets`` has ranges of rows, see `scheduler.expert_rows`
 
     def __post_init__(self) -> None:
         formula = self.epilogue.formula
@@ -264,7 +268,7 @@ class RaggedM(Gemm):
             Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
             self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
             Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k, experts,
-        ).launch(stream=stream, **self.grid(ctas))  # fmt: skip
+        ).launch(stream=stream, use_pdl=self.ranges, **self.grid(ctas))  # fmt: skip
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
@@ -301,6 +305,9 @@ class RaggedM(Gemm):
     ):  # fmt: skip
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, rings = self.shared_memory(layouts)
+        if const_expr(self.ranges):
+            if numbers.dynamic != BESIDE:
+                cute.arch.griddepcontrol_wait()
         if warp_idx >= LOAD_WARP:
             cute.arch.setmaxregister_decrease(self.registers[0])
             if warp_idx == LOAD_WARP:
@@ -313,6 +320,8 @@ class RaggedM(Gemm):
                     offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
                     shared.slots, self.tile_kind, experts, self.ranges,
                 )  # fmt: skip
+                if const_expr(self.ranges):
+                    cute.arch.griddepcontrol_wait()  # kernels after this one depend on both
             elif const_expr(self.gather):
                 if warp_idx >= self.gather_warp:
                     self.gather_rows(loads.gathered, shared, rings, k, warp_idx - self.gather_warp)

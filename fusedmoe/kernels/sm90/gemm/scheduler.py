@@ -8,9 +8,9 @@ cluster compute the same tiles except for their rank, so they exchange no messag
 For ragged M, the rows after the last expert's, the *tail*, are one more expert, E. Its tiles have no mainloop: they
 write zeros.
 
-A ragged M product may also compute given ranges of the experts' rows (rows/move/ranges.py), one range after the other.
-Before the first tile of the second range, the warp waits for a word in memory, which is not 0 once the rows of A have
-arrived. The tiles of the first range are computed meanwhile.
+A ragged M product may also compute given ranges of the experts' rows, in blocks (rows/move/ranges.py), one block after
+the other. Before the first tile of a block, the warp waits for the block's word in memory, which is not negative once
+the block's rows of A have arrived. The tiles of the blocks before it are computed meanwhile.
 
 | barrier | arrives | waits |
 |---|---|---|
@@ -78,15 +78,14 @@ def expert_rows(
 ) -> tuple[Int32, Int32]:
     """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's.
 
-    With ``ranges``, the rows of experts 0 to E need not follow each other. For each range, ``offsets`` has E + 1 first
-    rows, then E + 1 ends; after the last range, it has the word that `wait_for_rows` reads. Expert e of range i has the
-    number ``i * (E + 1) + e``.
+    With ``ranges``, the rows of experts 0 to E need not follow each other. ``offsets`` has blocks of E + 1 first rows,
+    E + 1 ends, and the word that `wait_for_rows` reads. Expert e of block i has the number ``i * (E + 1) + e``.
     """
     first, end = Int32(0), Int32(0)
     if const_expr(ranges):
         size = experts + 1
-        if expert < cute.size(offsets) // 2:
-            at = expert + expert // size * size
+        at = expert + expert // size * (size + 1)
+        if at + size < cute.size(offsets):  # else it is past the last block
             first, end = offsets[at], offsets[at + size]
     else:
         if expert < experts + (1 if tail else 0):
@@ -105,19 +104,23 @@ def trap(*, loc: Any = None, ip: Any = None) -> None:
 
 
 @cute.jit
-def wait_for_rows(offsets: cute.Tensor) -> None:
-    """Wait until the word after the ranges is not 0. All lanes of the warp call this together.
+def wait_for_rows(offsets: cute.Tensor, experts: Int32, block: Int32, lane: Int32) -> None:
+    """Wait until the words of all blocks of `expert_rows` up to this one are not negative. All lanes of the warp call
+    this together, and each reads one word: an earlier block may have no tiles, but this one has rows of its rank too.
 
-    The engine of an exchange writes the word after the rows. The acquiring load makes the rows visible to this warp,
-    and the ring of tiles passes this on to the warps that read them. After `MOST_READS` the kernel ends with an error:
-    the rows arrive in milliseconds, or never.
+    Kernels on the same GPU add to a word after they have written rows. The acquiring loads make the rows visible to
+    this warp, the fence to TMA, and the ring of tiles passes this on to the warps that read them. After `MOST_READS`
+    the kernel ends with an error: the rows arrive in milliseconds, or never.
     """
-    word, arrived, reads = offsets.iterator + (cute.size(offsets) - 1), Int32(0), Int32(0)
-    while arrived == 0:
-        arrived = cute.arch.load(word, Int32, sem="acquire", scope="sys")
+    size, left, reads = 2 * (experts + 1), Int32(-1), Int32(0)
+    word = offsets.iterator + (cutlass.min(lane, block) * (size + 1) + size)
+    while cute.arch.vote_any_sync(left < 0):
+        left = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
         reads += 1
         if reads == MOST_READS:
             trap()
+    cute.arch.sync_warp()
+    cute.arch.fence_proxy("async.global")
 
 
 @cute.jit
@@ -329,10 +332,10 @@ def schedule_ragged_m(
     lane = cute.arch.lane_idx()
     last = cute.size(offsets)  # the number of the last expert: that of the tail
     if const_expr(ranges):
-        last = cute.size(offsets) // 2 - 1
+        last = cute.size(offsets) // (2 * (experts + 1) + 1) * (experts + 1) - 1
     else:
         experts = last
-    arrived = Boolean(False)
+    there = Int32(0)  # blocks of ranges whose rows have arrived
     tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
     _, count = expert_rows(offsets, rows, lane, True, experts, ranges)
@@ -354,6 +357,11 @@ def schedule_ragged_m(
             within = tile - before
             owner = cute.arch.popc(cute.arch.vote_ballot_sync(Boolean(ends <= within)))
             number = chunk + owner
+            if const_expr(ranges):
+                block = number // (experts + 1)
+                if block >= there:
+                    there = block + 1
+                    wait_for_rows(offsets, experts, block, lane)
             expert = number % (experts + 1) if const_expr(ranges) else number
             own = cute.arch.shuffle_sync(count, owner)
             local = within - (cute.arch.shuffle_sync(ends, owner) - cluster_tiles(own, tiles_n, tile_m))
@@ -366,10 +374,6 @@ def schedule_ragged_m(
             if const_expr(kind is TileWithBlock):
                 start = cute.arch.shuffle_sync(blocks, owner) - cute.ceil_div(own, SCALE_BLOCK)
                 found = TileWithBlock(*found, start + row // SCALE_BLOCK)  # type: ignore[assignment]
-            if const_expr(ranges):
-                if number > experts and not arrived:
-                    wait_for_rows(offsets)
-                    arrived = Boolean(True)
             state = put(ring, state, slots, lane, found)
             tile = next_tile(tile, share, lane, turn)
             turn += 1

@@ -17,7 +17,6 @@ BLOCK_ROWS = 64
 SCALE_BLOCK = 128  # elements of K that share a scale, in FP8 operands; 128 x 128 elements of a weight do
 SCALE_PITCH = 4  # strides of scales are multiples of 16 bytes, as TMA requires
 BARRIER_BYTES = 1024  # for barriers and the scheduler's ring
-RANGES = 3  # of an expert's rows, see rows/move/ranges.py
 
 
 @dataclass(frozen=True)
