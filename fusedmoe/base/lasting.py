@@ -44,7 +44,7 @@ def current_stream(device: torch.device) -> int:
 
 def external_stream(device: torch.device, address: int) -> torch.cuda.Stream:
     """Return the stream of an address that `current_stream` has returned."""
-    return torch.cuda.ExternalStream(address, device)  # type: ignore[no-untyped-call]
+    return torch.cuda.ExternalStream(address, device)
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # not in a CPU build

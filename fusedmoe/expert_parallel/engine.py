@@ -67,7 +67,8 @@ class Pending:
 
     def __init__(self, results: list[Any], waits: Sequence[Callable[[], object]], given: Sequence[object] = ()) -> None:
         self._results, self._waits, self._given = results, [*waits], given
-        device = results[0].device
+        first = results[0]
+        device = (first if isinstance(first, torch.Tensor) else first[0]).device
         self._stream = (device, current_stream(device)) if device.type == "cuda" else None
 
     def unfinished(self, number: int) -> Any:
@@ -121,7 +122,7 @@ class Wanted(NamedTuple):
     others.
     """
 
-    index: Tensor  # (P*N, K) int32: ids of this rank's experts, 0 to ``experts - 1``, and others
+    ids: Tensor  # (P*N, K) int32: those of this rank's experts, 0 to ``experts - 1``, and others
     experts: int
 
 
@@ -143,6 +144,9 @@ class Engine:
     static_shapes: ClassVar[bool] = True
     # Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
     compares_experts: ClassVar[bool] = True
+    # Whether an exchange is some kernels on the stream of the layer, see `fusedmoe.kernels.exchange`: a product may
+    # begin beside one of them.
+    by_kernels: ClassVar[bool] = False
     # The SMs that a product beside an exchange leaves to it: a barrier between the ranks is a kernel.
     sms: ClassVar[int] = 2
 
@@ -193,6 +197,13 @@ class Engine:
         them until then.
 
         - ``tensors``: (P*N, ...) each, contiguous, on one device.
+        """
+        raise NotImplementedError
+
+    def begin_return(self, nbytes: int, device: torch.device) -> Any:
+        """Return the channel of an exchange that `bind_push` of `fusedmoe.kernels.exchange` begins, and `bind_total`
+        ends, as `start_exchange` would: with its tensors at the `places` of their sizes, of ``nbytes`` in all. Only if
+        the engine is ``by_kernels``.
         """
         raise NotImplementedError
 

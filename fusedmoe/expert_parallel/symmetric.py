@@ -41,9 +41,9 @@ from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Of `Pull` and of `Push`, even numbers. With 224 KiB under way per SM, 16 have 3.5 MiB under way, and NVLink delivers
-# less than 1 MiB in the 2 us of a read. `Push` also reads the rows that it sums.
-PULL_SMS, PUSH_SMS = 16, 16
+# Of `Pull`, an even number. With 224 KiB under way per SM, 16 have 3.5 MiB under way, and NVLink delivers less than
+# 1 MiB in the 2 us of a read.
+PULL_SMS = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,7 @@ class Symmetric(Engine):
 
     name: ClassVar[str] = "symmetric"
     compares_experts: ClassVar[bool] = False  # its ranks meet in no collective of the group
+    by_kernels: ClassVar[bool] = True
     sms: ClassVar[int] = 0  # a product begins beside the kernel of an exchange, which has its SMs already
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
@@ -99,8 +100,9 @@ class Symmetric(Engine):
             send = self._bound[key] = functions.bind_send(last, index, weight, self.ranks, rows, experts)
         with self._exchange(nbytes, last.device) as channel:
             gathered, ids, weights = send(channel.region, last, index, weight)
-        wanted = Wanted(ids, experts)
-        return _Pulled(self, channel, [ids, weights, gathered], wanted, places[-1])
+        assert ids is not None
+        assert weights is not None
+        return _Pulled(self, channel, [ids, weights, gathered], Wanted(ids, experts), places[-1])
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         shapes = [t.shape[1:] for t in tensors]
@@ -110,7 +112,7 @@ class Symmetric(Engine):
             return Pending(results, [nothing] * len(results))
         last = tensors[-1]
         kernels = len(tensors) == 1 and wanted is not None
-        if wanted is not None and kernels and not functions.why_not(last, self.ranks, wanted.index.shape[1]):
+        if wanted is not None and kernels and not functions.why_not(last, self.ranks, wanted.ids.shape[1]):
             key = "send", last.dtype, last.shape[1], rows
             send = self._bound.get(key)
             if send is None:
@@ -160,9 +162,6 @@ class Symmetric(Engine):
         return Pending(results, [nothing] * len(results))
 
     def begin_return(self, nbytes: int, device: torch.device) -> Channel:
-        """Return the channel of an exchange that `functions.bind_push` begins and `functions.bind_total` ends, as
-        `start_exchange` would: with its tensors at the `functions.places` of their sizes, of ``nbytes`` in all.
-        """
         with self._exchange(nbytes, device) as channel:
             return channel
 
@@ -265,17 +264,18 @@ class _Pulled(Pending):
         self, engine: Symmetric, channel: Channel, results: list[Tensor], wanted: Wanted, at_rows: int
     ) -> None:
         super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])
-        self._region, self._wanted, self._words = channel.region, wanted, None
+        self._region, self._wanted = channel.region, wanted
+        self._words: Tensor | None = None
         self.arrivals = functions.arrivals(PULL_SMS)
-        rows, index = results[-1], wanted.index
-        key = "pull", rows.dtype, rows.shape, index.shape[1], wanted.experts, at_rows
+        rows, ids = results[-1], wanted.ids
+        key = "pull", rows.dtype, rows.shape, ids.shape[1], wanted.experts, at_rows
         pull = engine._bound.get(key)
         if pull is None:
-            pull = engine._bound[key] = functions.bind_pull(rows, index, wanted.experts, at_rows, PULL_SMS)
+            pull = engine._bound[key] = functions.bind_pull(rows, ids, wanted.experts, at_rows, PULL_SMS)
         self._bound_pull = pull
 
     def _pull(self) -> None:
-        self._bound_pull(self._region, self._results[-1], self._wanted.index, self._words)
+        self._bound_pull(self._region, self._results[-1], self._wanted.ids, self._words)
 
     def follow(self, words: Tensor) -> None:
         self._words = words

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 from kit import hopper_ranks
 from kit.hopper import needs_gpu
 from kit.two_ranks import Ranks
@@ -20,7 +21,6 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.kernels.rows.move import slot_functions
-from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 
 pytestmark = needs_gpu
 

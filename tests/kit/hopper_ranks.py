@@ -1,13 +1,13 @@
 """Ranks on a CPU that run the rules of Hopper which compute while tokens travel, and the engine "symmetric".
 
 Stand-ins are in place of the kernels. They have row tiles of four rows, so that a few tokens have tiles of every kind.
-For "symmetric", processes share the memory of files, and the device's streams do nothing.
+For "symmetric", processes share the memory of files.
 """
 
 import contextlib
 import os
+import time
 from collections import Counter
-from types import SimpleNamespace
 from typing import ClassVar
 from unittest import mock
 
@@ -16,6 +16,9 @@ from torch import distributed as dist
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric
+from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, DONE, NUMBER, READY, TELL
+from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
 BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 32, 16, 4, 2
@@ -93,6 +96,7 @@ class FileBuffer:
     """The interface of `SymmetricBuffer`, in files that all processes map."""
 
     made: ClassVar = Counter()  # by group
+    of_control: ClassVar = {}  # the last buffers, by the address of their control
 
     def __init__(self, nbytes, group, device):
         self.nbytes, self.group = nbytes, group
@@ -103,61 +107,184 @@ class FileBuffer:
         dist.barrier(group)
         sizes = {"shared": True, "size": nbytes, "dtype": torch.uint8}
         self.memory = [torch.from_file(f"{name}{r}", **sizes) for r in range(group.size())]
+        FileBuffer.of_control[self.memory[group.rank()].data_ptr()] = self
 
     def of_rank(self, rank, offset, shape, dtype):
         count = torch.Size(shape).numel() * dtype.itemsize
         return self.memory[rank][offset : offset + count].view(dtype).view(shape)
 
-    def barrier(self, timeout_s):
-        dist.barrier(self.group)
+
+class Exchange:
+    """The current exchange of a region; the ranks use its control words as the kernels do."""
+
+    def __init__(self, region):
+        self.buffer, self.rank, self.ranks = (
+            FileBuffer.of_control[region.control.data_ptr()],
+            region.rank,
+            len(region[0]),
+        )
+        self.control = [self.buffer.of_rank(r, 0, (CONTROL_WORDS,), torch.int32) for r in range(self.ranks)]
+        self.number = int(self.control[self.rank][NUMBER]) + 1
+
+    def begin(self):
+        """Wait until all ranks have completed the exchange before; then their data are poison."""
+        for rank in range(self.ranks):
+            self._wait(DONE + rank, self.number - 1)
+
+    def tell(self, word, ranks=None):
+        for rank in range(self.ranks) if ranks is None else ranks:
+            self.control[rank][word + self.rank] = self.number
+
+    def wait(self, rank):
+        self._wait(READY + rank, self.number)
+
+    def end(self):
+        self.control[self.rank][NUMBER] = self.number
+        self.tell(DONE)
+
+    def at(self, rank, place, shape, dtype):
+        return self.buffer.of_rank(rank, place, shape, dtype)
+
+    def _wait(self, word, number):
+        end = time.monotonic() + 60
+        while self.control[self.rank][word] < number:
+            time.sleep(1e-4)
+            assert time.monotonic() < end, "a rank does not come"
 
 
-class Stream:
-    """Work is done when it is launched."""
+def bind_signal(region):
+    def run(region, phase):
+        exchange = Exchange(region)
+        if phase == BEGIN:
+            exchange.begin()
+        elif phase == TELL:
+            exchange.tell(READY)
+            for rank in range(exchange.ranks):
+                exchange.wait(rank)
+        else:
+            exchange.end()
 
-    def __init__(self, *args, **kwargs):
-        pass
-
-    def wait_stream(self, other):
-        pass
-
-    def record_event(self):
-        return SimpleNamespace(wait=lambda: None)
+    return run
 
 
-class Torch:
-    """torch, with a stand-in for its streams."""
+def bind_send(x, index, weight, ranks, rows, here):
+    kernels_ran["send"] += 1
 
-    cuda = SimpleNamespace(
-        Stream=Stream, current_stream=Stream, stream=lambda stream: contextlib.nullcontext(),
-        synchronize=lambda device: None, is_current_stream_capturing=lambda: False,
-    )  # fmt: skip
+    def run(region, x, index=None, weight=None):
+        exchange, rank = Exchange(region), region.rank
+        chosen = 0 if index is None else index.shape[1]
+        sizes = [] if index is None else [4 * rows * chosen, weight.itemsize * rows * chosen]
+        *of_ids, at_rows = functions.places([*sizes, 0])[0]
+        exchange.begin()
+        exchange.at(rank, at_rows, x.shape, x.dtype).copy_(x)
+        out = x.new_full((ranks * rows, x.shape[1]), torch.nan)
+        out[rank * rows :][: len(x)] = x
+        if index is None:
+            exchange.tell(READY)
+            return out, None, None
+        ids = torch.full((rows, chosen), -1, dtype=torch.int32)
+        ids[: len(x)] = torch.where((index >= 0) & (index < ranks * here), index, -1)
+        shape = rows, chosen
+        exchange.at(rank, of_ids[0], shape, torch.int32).copy_(ids)
+        exchange.at(rank, of_ids[1], shape, weight.dtype)[: len(x)] = weight
+        exchange.tell(READY)
+        for r in range(ranks):
+            exchange.wait(r)
+        every = [
+            [exchange.at(r, at, shape, d) for r in range(ranks)]
+            for at, d in zip(of_ids, (torch.int32, weight.dtype), strict=True)
+        ]
+        ids, weights = map(torch.cat, every)
+        return out, ids - rank * here, weights
 
-    def __getattr__(self, name):
-        return getattr(torch, name)
+    return run
+
+
+def bind_pull(rows, ids, here, at_rows, sms):
+    def run(region, rows, ids, words=None):
+        exchange, rank, shape = Exchange(region), region.rank, (len(rows) // len(region.peers), rows.shape[1])
+        for step in range(1, exchange.ranks):
+            source = (rank + step) % exchange.ranks
+            exchange.wait(source)
+            there = slice(source * shape[0], (source + 1) * shape[0])
+            wanted = ((ids[there] >= 0) & (ids[there] < here)).any(1)
+            rows[there][wanted] = exchange.at(source, at_rows, shape, rows.dtype)[wanted]
+            if words is not None:
+                assert words[step, -1] == -functions.arrivals(sms)
+                words[step, -1] = 0
+        exchange.end()
+
+    return run
+
+
+def bind_push(rows, row_of_slot, values, at_parts, at_values, sms):
+    from kit.sm90_stand_ins import bind_slot_values, bind_sum_slots
+
+    def run(region, rows, row_of_slot, values, begin, end):
+        exchange, rank, (every, chosen) = Exchange(region), region.rank, row_of_slot.shape
+        each = every // exchange.ranks
+        exchange.begin()
+        for step in range(begin, end):
+            to = (rank - step) % exchange.ranks
+            slots = row_of_slot[to * each : (to + 1) * each]
+            if step:
+                shape = exchange.ranks, each, rows.shape[1]
+                exchange.at(to, at_parts, shape, rows.dtype)[rank] = bind_sum_slots(rows, slots, None)(
+                    rows, slots, None
+                )
+            if values is not None:
+                shape = exchange.ranks, each, chosen
+                exchange.at(to, at_values, shape, values.dtype)[rank] = bind_slot_values(values, slots)(values, slots)
+            exchange.tell(READY, [to])
+
+    return run
+
+
+def bind_total(out, values, rows, at_parts, at_values):
+    def run(region):
+        exchange = Exchange(region)
+        for rank in range(exchange.ranks):
+            if rank != region.rank:
+                exchange.wait(rank)
+        parts = exchange.at(region.rank, at_parts, (exchange.ranks, rows, out.shape[1]), out.dtype)
+        y, of_values = sum_over_ranks(parts, len(out)).clone(), None
+        if values is not None:
+            given = exchange.at(region.rank, at_values, (exchange.ranks, rows, values.shape[1]), values.dtype)
+            of_values = sum_over_ranks(given, len(values)).clone()
+        exchange.end()
+        return y, of_values
+
+    return run
+
+
+kernels_ran = Counter()
+KERNELS = {f.__name__: f for f in (bind_signal, bind_send, bind_pull, bind_push, bind_total)}
 
 
 @contextlib.contextmanager
-def on_cpus(folder, few=symmetric.FEW, gpu=None):
-    """Let ``"symmetric"`` run on CPUs; the buffer that an exchange gets holds NaN.
-
-    ``few``: the constant `FEW`. ``gpu``: one that all ranks share; by default each has its own.
-    """
+def on_cpus(folder):
+    """Let ``"symmetric"`` run on CPUs; the data that an exchange gets were NaN before it."""
     FileBuffer.folder = folder
-    next_buffer = symmetric.Symmetric._next_buffer
+    channel_of = symmetric.Symmetric._channel
 
     def poisoned(self, nbytes, device):
-        buffer = next_buffer(self, nbytes, device)
-        buffer.memory[self.rank].fill_(0xFF)
-        return buffer
+        channel = channel_of(self, nbytes, device)
+        Exchange(channel.region).begin()  # the others read the last data no more
+        channel.buffer.memory[self.rank][CONTROL_BYTES:].fill_(0xFF)
+        dist.barrier(self.group)  # none of them has begun to write
+        return channel
 
-    with (
-        mock.patch.object(symmetric, "torch", Torch()),
-        mock.patch.object(symmetric, "why_not", return_value=None),
-        mock.patch.object(symmetric, "SymmetricBuffer", FileBuffer),
-        mock.patch.object(symmetric, "write_word", torch.Tensor.fill_),
-        mock.patch.object(symmetric, "gpu_id", return_value=gpu or f"of rank {dist.get_rank()}"),
-        mock.patch.object(symmetric, "FEW", few),
-        mock.patch.object(symmetric.Symmetric, "_next_buffer", poisoned),
-    ):
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (symmetric, "why_not", lambda group: None),
+            (symmetric, "SymmetricBuffer", FileBuffer),
+            (symmetric, "current_stream", lambda device: 0),
+            (symmetric.torch.cuda, "synchronize", lambda device: None),
+            (symmetric.torch.cuda, "is_current_stream_capturing", lambda: False),
+            (functions, "arch_of", lambda device: 90),
+            (functions.toolkit, "missing_packages", lambda: ()),
+            (symmetric.Symmetric, "_channel", poisoned),
+            *((functions, name, function) for name, function in KERNELS.items()),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
         yield

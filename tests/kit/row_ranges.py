@@ -46,8 +46,8 @@ def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arriv
 
 def check_ranges(offsets, token_of_row, *settings):
     """Compare the kernel with `plain_ranges`."""
-    run = row_functions.bind_row_ranges(offsets.to(DEVICE), token_of_row.to(DEVICE), *settings)
-    got = run(offsets.to(DEVICE), token_of_row.to(DEVICE)).cpu()
+    given = offsets.to(DEVICE), token_of_row.to(DEVICE)
+    got = row_functions.bind_row_ranges(*given, *settings[:4])(*given, *settings[4:]).cpu()
     want = plain_ranges(offsets, token_of_row, *settings)
     assert len(got) == len(want)
     got, want = (t.view(settings[1], -1) for t in (got, want))
@@ -73,8 +73,8 @@ def problem_by_ranges(gather, arrivals=0):
     torch.manual_seed(0)
     tokens, experts, hidden, features = 600, 3, 72, 64
     offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 2, experts, seed=1))
-    bound = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, None, arrivals)
-    blocks = bound(offsets, token_of_row).view(RANKS, -1)
+    bound = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens)
+    blocks = bound(offsets, token_of_row, arrivals).view(RANKS, -1)
     assert (blocks[:, :-1].unflatten(1, (2, -1)).diff(dim=1) > 0).any(2).all(), "rows in every block"
     x = torch.randn(tokens if gather else len(token_of_row), hidden).to(DEVICE, BF16)
     gate_up = torch.randn(experts, 2 * features, hidden).to(DEVICE, BF16)

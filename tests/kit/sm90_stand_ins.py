@@ -446,13 +446,8 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=N
     return rows.to(source.dtype)
 
 
-@binds("rows", "row_of", "out", matrices=("rows",), says=("sms",))
-def bind_copy_rows(rows, sms, *, row_of=None, out=None):
-    out[:] = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])[row_of]
-
-
-@binds("offsets", "token_of_row", says=())
-def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0):
+@binds("offsets", "token_of_row", "arrivals", says=())
+def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, *, arrivals=0):
     return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, ROW_TILE)
 
 

@@ -23,6 +23,7 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
+PUSH_SMS = 16  # of the kernel that sums rows for other ranks, an even number
 LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
@@ -124,8 +125,8 @@ class Leaving(Protocol):
     """Sums for other ranks that leave in one call."""
 
     def leave(self, steps: range) -> None:
-        """Let the sums for some ranks leave: step s is rank ``this rank - s``. Each step from 1 to P - 1 leaves once, in
-        this order, after the launch that gives its rows.
+        """Let the sums for some ranks leave: step s is rank ``this rank - s``. Each step from 1 to P - 1 leaves once,
+        in this order, after the launch that gives its rows.
         """
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
@@ -261,9 +262,7 @@ class ReturnsByKernels(Returns):
         self.at_parts, at_values = places[0], places[-1]
         self.device, self.dtype, self.shape = rows.device, rows.dtype, (self.ranks, each, columns)
         self.first = 0 if values is not None else 1
-        self.push = exchange_functions.bind_push(
-            rows, row_of_slot, values, self.at_parts, at_values, self.engine.push_sms
-        )
+        self.push = exchange_functions.bind_push(rows, row_of_slot, values, self.at_parts, at_values, PUSH_SMS)
         self.sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], None)
         like = rows.new_empty(tokens, columns), None if values is None else values.new_empty(tokens, chosen)
         self.total = exchange_functions.bind_total(*like, each, self.at_parts, at_values)

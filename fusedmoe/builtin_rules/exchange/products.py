@@ -5,17 +5,19 @@
 - `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
 - `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
 
-A product then computes two parts of the rows, in whole tiles: it has the same tiles as otherwise, so that the results
-have the same bits (kernels/rows/move/ranges.py). It is launched once per part. A step makes the same exchanges as the
+A product then computes the rows in parts, by the ranks of their tokens, in whole tiles: it has the same tiles as
+otherwise, so that the results have the same bits (kernels/rows/move/ranges.py). A step makes the same exchanges as the
 plain steps, in the same order. So it does not matter if the ranks choose different steps.
 
-A product that runs beside an exchange leaves some SMs to the kernels of the exchange. One that is launched after the
-barrier between the ranks need not: that of arriving tokens, whose rows are sorted by expert ids that have arrived.
+With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
+SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank. With another engine, the
+product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs to
+the kernels of the exchange, except where it is launched after the barrier between the ranks: the expert ids, by which
+rows are sorted, have arrived.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -23,11 +25,10 @@ from torch import Tensor
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.exchange.beside import (
     DERIVATIVE_TFLOPS,
-    SMS_FOR_BARRIER,
     TFLOPS,
     Ranges,
-    Returns,
     beside_exchange,
+    bind_returns,
     experts_beside,
 )
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows
@@ -47,7 +48,7 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.rows.move.functions import MOST_RANKS
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.ops.dispatch import Combine, DCombine, DDispatch, Dispatch, DispatchWeightGrad
-from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens, sum_over_ranks
+from fusedmoe.ops.exchange.fixed import DGatherTokens, DReturnTokens, GatherTokens, ReturnTokens
 from fusedmoe.ops.glu import FusedActivation, FusedDerivative
 from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear, Wgrad, WgradIntoMainGrad
 from fusedmoe.ops.op import SpecLike, TensorSpec
@@ -66,6 +67,19 @@ def _require_ranks(op: GatherTokens | ReturnTokens) -> None:
 def _require_few_ranks(expert_parallel: ExpertParallel) -> None:
     ranks = expert_parallel.ranks
     require(ranks <= MOST_RANKS, "%d ranks: the kernel that divides rows by ranks has at most %d", ranks, MOST_RANKS)
+
+
+def _require_returnable(ctx: PlanContext, expert_parallel: ExpertParallel, row_of_slot: str, scaled: bool) -> None:
+    """Decline sums that the kernels of an engine do not return."""
+    if expert_parallel.engine.by_kernels:
+        chosen = ctx.spec(row_of_slot).shape[1]
+        require(not scaled, "combine applies the routing weights, and engine 'symmetric' returns sums without weights")
+        require(
+            chosen <= limits.MOST_SLOTS_BESIDE,
+            "%d experts per token, with engine 'symmetric' at most %d",
+            chosen,
+            limits.MOST_SLOTS_BESIDE,
+        )
 
 
 def _require_own_dtype(expert_parallel: ExpertParallel) -> None:
@@ -138,11 +152,11 @@ class GemmActivationOfArrivingTokens(
         def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
             weight, bias = given[count:]
             arriving = gather.start(x, *given[:count])
-            index, expert_weight = gather.local_index(arriving.wait(0)), arriving.wait(1)
+            index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, _, _, token_of_row, offsets = provided
             tokens = arriving.unfinished(2)
-            parts = ranges.own_first(offsets, token_of_row, arriving, 2)
+            parts = ranges.arriving(offsets, token_of_row, arriving, 2)
             result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
             y, *p = result if keeps_p else (result,)
             kept = {"gather.output": tokens, "act.input": p[0] if p else None}
@@ -169,6 +183,7 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         rows, parts = ctx.spec("combine.input"), ctx.spec("combine.output")
         names = ("row_of_slot", "token_of_row", *weights)
         require(all(ctx.exists(f"combine.{name}") for name in names), "the rows are not those of a dispatch")
+        _require_returnable(ctx, self.back.expert_parallel, "combine.row_of_slot", bool(weights))
         return Step(
             needs=(
                 "input", "fc.weight", "fc.bias", "offsets", "back.expert_index", "back.rank_experts",
@@ -185,30 +200,33 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, expert_index: Tensor,
         rank_experts: Tensor, row_of_slot: Tensor, token_of_row: Tensor, probs: Tensor | None = None,
     ) -> Run:  # fmt: skip
-        back, expert_parallel, options, keep = self.back, self.back.expert_parallel, ctx.options, ctx.keep
+        expert_parallel, options, keep = self.back.expert_parallel, ctx.options, ctx.keep
         guards.operands(x, weight, bias)
         guards.contiguous("a routing index", row_of_slot, token_of_row)
         (tokens, chosen), (experts, features, _) = row_of_slot.shape, weight.shape
         row_bytes, row_flops = features * x.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
-        beside = beside_exchange(options, expert_parallel, chosen)
+        beside = beside_exchange(options, expert_parallel)
         of_others, of_own = (
             products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
         )
         like = x.new_empty(x.shape[0], features)
-        returns = Returns(expert_parallel, like, row_of_slot, probs, expert_index.shape[0])
+        returns = bind_returns(expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0])
+        by_kernels, rows_of_step = expert_parallel.engine.by_kernels, tokens * chosen / expert_parallel.ranks**2
+        groups = returns.groups(rows_of_step * row_flops / TFLOPS / 1e6)
 
         def run(*tensors: Any) -> Any:
-            x, weight, bias, offsets, expert_index, rank_experts, row_of_slot, token_of_row, *factor = tensors
+            x, weight, bias, offsets, _, _, row_of_slot, token_of_row, *factor = tensors
             probs = factor[0] if factor else None
             rows = x.new_empty(x.shape[0], features)
-            own, others = ranges.own_and_others(offsets, token_of_row)
-            of_others(x, weight, bias, [others], None, None, rows)
-            parts = returns.of_others(rows, row_of_slot, probs)
-            leaving = back.start(parts, expert_index, rank_experts)
+            *others, own = ranges.leaving(offsets, token_of_row, groups, by_kernels)
+            leaving = returns.begin(rows, row_of_slot, probs)
+            for part, steps in zip(others, groups, strict=True):
+                of_others(x, weight, bias, [part], None, None, rows)
+                leaving.leave(steps)
             of_own(x, weight, bias, [own], None, None, rows)
-            y = returns.finished(leaving, parts, rows, row_of_slot, probs)
+            y, _ = leaving.finish()
             return (y, rows) if keep else y
 
         return run
@@ -258,8 +276,6 @@ class DgradActivationOfArrivingGradients(
         weight: Tensor, offsets: Tensor, preactivation: Tensor, factor: Tensor | None,
     ) -> Run:  # fmt: skip
         activation, options = activation_of(self.dact.op), ctx.options
-        # a product of own rows is launched at once, before the barrier, which comes after a copy
-        beside = replace(options, exchange_sms=SMS_FOR_BARRIER)
         dtype, scale_grad = ctx.dtype("dgrad.weight"), self.scale_grad is not None
         dback, expert_parallel = self.dback, self.dback.op.expert_parallel
         tokens = gathered_index.shape[0]
@@ -273,6 +289,7 @@ class DgradActivationOfArrivingGradients(
             expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
         )
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
+        beside = beside_exchange(options, expert_parallel)
         product = products.bind_grouped_gemm_activation_backward(
             like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
         )
@@ -282,13 +299,12 @@ class DgradActivationOfArrivingGradients(
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             dy, gathered_index, rank_experts, token_of_row, weight, offsets, preactivation, factor = tensors
             main_grad = wgrad.main_grad()
-            arriving = dback.start(dy.contiguous(), gathered_index, rank_experts, lend=True)
+            arriving = dback.start(dy.contiguous(), gathered_index, rank_experts)
             gathered = arriving.unfinished(0)
-            parts = ranges.own_first(offsets, token_of_row, arriving, 0)
+            parts = ranges.arriving(offsets, token_of_row, arriving, 0)
             grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
             assert y is not None
             grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
-            arriving.give_back()
             if grad_factor is None or factor is None:
                 return grad, grad_weight, y
             return grad, grad_weight, grad_factor.to(factor.dtype), y
@@ -320,6 +336,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         check_common(ctx, *operands, in_features=fc.in_features, out_features=fc.out_features)
         decline(limits.why_not_row_index(ctx.dtype("wgrad.input:index")))
         decline(limits.why_not_row_scale(ctx.dtype("weight_grad.grad_probs")))
+        _require_returnable(ctx, self.dgather.op.expert_parallel, "ddispatch.row_of_slot", False)
         rows, tokens = ctx.spec("wgrad.input"), ctx.spec("wgrad.input:source")
         needs = (
             "grad_output", "dgrad.weight", "offsets", "ddispatch.row_of_slot", "weight_grad.grad_probs",
@@ -340,7 +357,7 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         expert_index: Tensor, x: Tensor, index: Tensor,
     ) -> Run:  # fmt: skip
         dtype, options = ctx.dtype("dgrad.weight"), ctx.options
-        dgather, expert_parallel = self.dgather, self.dgather.op.expert_parallel
+        expert_parallel = self.dgather.op.expert_parallel
         guards.gradient(dy)
         guards.gradient(grad_probs)
         guards.index(x, (index,))
@@ -349,21 +366,18 @@ class WgradBesideExchange(OnSm90, FusionRule, name="sm90.wgrad_beside_exchange",
         guards.contiguous("a routing index", row_of_slot)
         dgrad = products.bind_grouped_gemm(dy, weight.mT, None, None, options)
         rows = dy.new_empty(dy.shape[0], weight.shape[2])
-        returns = Returns(expert_parallel, rows, row_of_slot, None, expert_index.shape[0])
-        values = slot_functions.bind_slot_values(grad_probs, row_of_slot)
-        beside = beside_exchange(options, expert_parallel, row_of_slot.shape[1])
-        wgrad = of_rows(self.wgrad, dtype, beside, "x", False, dy, x, offsets, index)
+        returns = bind_returns(expert_parallel, rows, row_of_slot, None, grad_probs, expert_index.shape[0])
+        begins_beside = expert_parallel.engine.by_kernels
+        beside = beside_exchange(options, expert_parallel)
+        wgrad = of_rows(self.wgrad, dtype, beside, "x", begins_beside, dy, x, offsets, index)
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
-            dy, weight, offsets, row_of_slot, grad_probs, expert_index, x, index = tensors
+            dy, weight, offsets, row_of_slot, grad_probs, _, x, index = tensors
             main_grad = wgrad.main_grad()
             rows = dgrad(dy, weight.mT, None, offsets, None)
-            grad_weights = values(grad_probs.contiguous(), row_of_slot)
-            parts = returns.of_others(rows, row_of_slot, None, grad_weights)
-            wanted = dgather.wanted(expert_index, parts)
-            leaving = expert_parallel.engine.start_exchange([parts, grad_weights], wanted)
+            leaving = returns.begin(rows, row_of_slot, None, grad_probs)
+            leaving.leave(returns.steps)
             grad_weight = wgrad(main_grad, dy, x, offsets, index)
-            dx = returns.finished(leaving, parts, rows, row_of_slot, None)
-            return grad_weight, dx, sum_over_ranks(leaving.wait(1), expert_index.shape[0])
+            return grad_weight, *leaving.finish()
 
         return guards.on_readable(dy, run)

@@ -67,9 +67,9 @@ def bind_row_ranges(
     ranks: int,
     tokens: int,
     divided: int | None = None,
-    arrivals: int = 0,
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of ``(offsets, token_of_row)``: the experts' rows in P blocks, by the ranks of their tokens.
+) -> Callable[..., Tensor]:
+    """Return a function of ``(offsets, token_of_row, arrivals=0)``: the experts' rows in P blocks, by the ranks of
+    their tokens.
 
     Its result is an int32 vector of P * (2 (E + 1) + 1) elements. A block has E + 1 first rows, E + 1 ends, and a word.
     Block i has the row tiles whose rows are all of the ranks from ``rank`` to ``(rank + i) % P``, except those of the
@@ -93,7 +93,7 @@ def bind_row_ranges(
     size, each, of_experts = ranks * (2 * (experts + 1) + 1), tokens // ranks, experts if divided is None else divided
     kernel = load(RowRanges())
 
-    def run(offsets_E: Tensor, token_of_row: Tensor) -> Tensor:
+    def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int = 0) -> Tensor:
         blocks = offsets_E.new_empty(size)
         kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals)
         return blocks
