@@ -184,15 +184,11 @@ def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values
     """A sum over slots and a received part; copies of the rows of one slot; the gradient of a bias in fp32."""
     part = slot_functions.bind_sum_slots_and_part(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot, None, o.x)
     total = slot_functions.bind_sum_slots(o.rows, o.row_of_slot, None)(o.rows, o.row_of_slot)
-    row_of = o.row_of_slot[:, 0].contiguous()
-    copies = torch.empty_like(o.x)
-    slot_functions.bind_copy_rows(o.rows, FEW_SMS)(o.rows, row_of, copies)
-    want = torch.cat([o.rows, o.rows.new_zeros(1, o.rows.shape[1])])[row_of]
     bias = row_functions.column_sums(o.grads, o.offsets, torch.float32)
     in_bf16 = row_functions.column_sums(o.grads, o.offsets)
     return (
-        {"part": part, "copies": copies, "bias": bias.bfloat16()},
-        {"part": total + o.x, "copies": want, "bias": in_bf16},
+        {"part": part, "bias": bias.bfloat16()},
+        {"part": total + o.x, "bias": in_bf16},
     )
 
 

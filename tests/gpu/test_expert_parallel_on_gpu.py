@@ -1,8 +1,7 @@
 """The engine "symmetric", and the rules that compute while tokens travel, on GPUs: bit for bit those of "allgather".
 
 Two ranks with a GPU each, or both on the only one: their kernels then take turns, which is slow but shows the same
-races, except those of products that wait for rows: ranks that share a GPU have none. EXPERT_PARALLEL_STEPS sets the
-number of steps with random delays.
+races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
 """
 
 import os
@@ -107,50 +106,48 @@ def new_values(generator, *tensors):
 # ---- the engine ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def counted_copies():
-    """Count the copies of rows by the kernel that reads the wanted ones."""
-    count, bind = [0], slot_functions.bind_copy_rows
-
-    def counted(*args):
-        count[0] += 1
-        return bind(*args)
-
-    slot_functions.bind_copy_rows = counted
-    try:
-        yield count
-    finally:
-        slot_functions.bind_copy_rows = bind
-
-
-def few_rows(rank):
-    """The wanted rows are those of the other ranks; in an exchange, all others are zeros."""
+def single_exchanges(rank):
+    """Exchanges by the kernels and by copies, with delays of each rank: with the results of "allgather"."""
     on_device(rank)
-    ep, size = exchange("symmetric"), dist.get_world_size()
-    generator = torch.Generator().manual_seed(0)  # the same on every rank
-    read = 0
-    with counted_copies() as copies:
-        for step in range(20):
-            rows, width, dtype = 50 * (step % 4) + 9, (8, 520, 2048)[step % 3], (BF16, torch.float16)[step % 2]
-            sent = torch.randn(size, size, rows, width, generator=generator).to(dtype)  # by sender and reader
-            wanted = torch.rand(size, size, rows, generator=generator) < (0.0, 0.1, 0.6, 1.0)[step % 4]  # by reader
-            sent[~wanted.transpose(0, 1)] = 0
-            mine, ids = wanted[rank].cuda(), torch.arange(rows, device="cuda", dtype=torch.int32)
+    engine, others, size = exchange("symmetric").engine, exchange("allgather").engine, dist.get_world_size()
+    generator, delays = torch.Generator("cuda").manual_seed(rank), torch.Generator().manual_seed(rank)
+    for step in range(40):
+        rows, width, chosen = (8, 300, 1000, 37)[step % 4], (64, 2048, 5120, 520)[step % 4], (2, 4, 8, 6)[step % 4]
+        count = (rows, rows - 3, 0 if rank == 1 else rows)[step % 3]
+        dtype = (BF16, torch.float16, torch.float32)[step % 3]
+        x = torch.randn(count, width, device="cuda", generator=generator).to(dtype)
+        index = torch.randint(-1, EXPERTS + 1, (count, chosen), device="cuda", generator=generator)
+        weight = torch.rand(count, chosen, device="cuda", generator=generator)
+        here = EXPERTS // size
+        delay(delays)
+        got = engine.start_gather_of_tokens([x], index, weight, rows, here).wait_all()
+        delay(delays)
+        gradients = engine.gather([x], rows, Wanted(got[0], here))
+        want = others.start_gather_of_tokens([x], index, weight, rows, here).wait_all()
+        ids = [torch.where((i >= 0) & (i < here), i, -1) for i in (got[0], want[0])]
+        assert torch.equal(*ids)
+        for r, n in enumerate(_counts(count)):
+            there = slice(r * rows, r * rows + n)
+            wanted = (ids[1][there] >= 0).any(1)
+            assert torch.equal(got[1][there], want[1][there])
+            for of_rows in (got[2], *gradients):
+                assert torch.equal(of_rows[there][wanted], want[2][there][wanted])
+        parts = torch.randn(size * rows, 24, device="cuda", generator=generator)
+        more = torch.rand(size * rows, 5, device="cuda", generator=generator)
+        delay(delays)
+        for a, b in zip(engine.exchange([parts, more]), others.exchange([parts, more]), strict=True):
+            assert_same(a, b)
+    assert engine.buffer_bytes() > 0
 
-            def of_ids(every, ids=ids, mine=mine):
-                return mine.view(-1) & (every == ids.repeat(size))  # all: the ids have arrived
 
-            _, got = ep.engine.gather([ids, sent[rank, rank].cuda()], rows, Wanted(1, of_ids, bind_copy_of_rows))
-            got = got.view(size, rows, width).cpu()
-            for r in range(size):
-                kept = wanted[rank, r] if r != rank else slice(None)  # a rank's own rows are there
-                assert torch.equal(got[r][kept], sent[r, r][kept])
-            of_reader = Wanted(1, lambda mine=mine: mine, bind_copy_of_rows)
-            (parts,) = ep.engine.exchange([sent[rank].cuda().flatten(0, 1)], of_reader)
-            assert all(torch.equal(part.cpu(), sent[r, rank]) for r, part in enumerate(parts))
-            read += int(wanted[rank].sum())
-    assert read > 1000
-    assert copies[0] == 2 * 20
+def _counts(count):
+    found = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([count]))
+    return [int(n) for n in found]
+
+
+def test_exchanges_are_those_of_allgather(ranks):
+    ranks.run(single_exchanges)
 
 
 # ---- a layer -------------------------------------------------------------------------------------------------------
@@ -201,52 +198,8 @@ def test_layers_have_the_bits_of_allgather(ranks, tokens, settings):
     ranks.run(layers, TOKENS[tokens], settings, () if settings else OTHERS)
 
 
-def engines(rank):
-    on_device(rank)
-    generator = torch.Generator("cuda").manual_seed(rank)
-    counts = torch.Generator().manual_seed(rank)
-    gather, others = exchange("symmetric").engine, exchange("allgather").engine
-    for step in range(40):
-        rows = 37 * (step % 5) + 3  # the same on both ranks
-        count = rows if step % 2 else int(torch.randint(0, rows + 1, (1,), generator=counts))
-        tensors = [
-            torch.randint(0, 99, (rows, 8), device="cuda", generator=generator, dtype=torch.int32),
-            torch.randn(count, 24, device="cuda", generator=generator).to(BF16),
-        ]
-        known = [[rows, rows], [len(t) for t in _lengths(count)]]
-        for got, want, lengths in zip(gather.gather(tensors, rows), others.gather(tensors, rows), known, strict=True):
-            for r, length in enumerate(lengths):
-                assert torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
-        lent = gather.start_gather(tensors, rows, lend=True)
-        ids, got = lent.wait_all()
-        want_ids, want = others.gather(tensors, rows)
-        for r, length in enumerate(known[1]):
-            assert torch.equal(got[r * rows : r * rows + length], want[r * rows : r * rows + length])
-        assert torch.equal(ids, want_ids)
-        lent.give_back()
-        parts = torch.randn(2 * rows, 24, device="cuda", generator=generator)
-        more = torch.rand(2 * rows, 5, device="cuda", generator=generator)
-        room = gather.room([parts, more], parts.device)[0]
-        for given in (parts, room.copy_(parts)):
-            for got, want in zip(gather.exchange([given, more]), others.exchange([parts, more]), strict=True):
-                assert_same(got, want)
-            if given is parts:  # an exchange of other tensors: the room is that of the next one no more
-                room = gather.room([parts, more], parts.device)[0]
-    assert gather.buffer_bytes() > 0
-
-
-def _lengths(count):
-    found = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
-    dist.all_gather(found, torch.tensor([count]))
-    return [range(int(n)) for n in found]
-
-
-def test_exchanges_are_those_of_allgather(ranks):
-    ranks.run(engines)
-
-
 def mixed(rank):
-    """One rank with the overlaps, the other without: their exchanges are the same, at the same places in buffers."""
+    """One rank with the overlaps, the other without: their exchanges are the same, at the same places in regions."""
     on_device(rank)
     x, grad = data(MOST, rank)
     ep = exchange("symmetric")
@@ -264,31 +217,30 @@ def test_ranks_with_different_steps(ranks):
     ranks.run(mixed)
 
 
-def of_few_rows(rank, tokens, chosen):
-    """A layer whose ranks want few rows of each other, by both engines, with and without overlaps."""
+def with_engines(rank, tokens, chosen):
+    """A layer on all ranks, by both engines, with and without overlaps."""
     on_device(rank)
     x, grad = data(tokens[rank], rank)
     found = {}
-    with counted_copies() as copies:
-        for engine in ("allgather", "symmetric"):
-            for disabled in (OVERLAPS, OTHERS):
-                with fm.disabled(*disabled):
-                    made = layer(exchange(engine), rank, chosen=chosen)
-                    found[engine, disabled] = results(made, x, grad)
-                    used = {step.rule for step in made.explain(x).steps}
+    for engine in ("allgather", "symmetric"):
+        for disabled in (OVERLAPS, OTHERS):
+            with fm.disabled(*disabled):
+                made = layer(exchange(engine), rank, chosen=chosen)
+                found[engine, disabled] = results(made, x, grad)
+                used = {step.rule for step in made.explain(x).steps}
     for got in found.values():
         assert_same(got, found["allgather", OVERLAPS])
     assert got[0].any() or not tokens[rank]
     assert used >= {*OVERLAPS}
-    assert copies[0] >= 8  # two layers, four exchanges with a tensor of rows each
 
 
 def test_four_ranks(tmp_path):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(tmp_path, 4)
     try:
-        started.run(few_rows)
-        started.run(of_few_rows, (MOST, 1733, 0, 900), 4)
+        started.run(single_exchanges)
+        for chosen in (2, 4, 8):
+            started.run(with_engines, (MOST, 1733, 0, 900), chosen)
     finally:
         started.stop()
 
@@ -349,7 +301,7 @@ def odd_graphs(rank):
     x.requires_grad_(False)
     weights = [*made.experts.parameters()]
     exchanges = []
-    start = ep.engine._writable
+    start = ep.engine._channel
 
     def counted(*args):
         exchanges.append(args)
@@ -359,7 +311,7 @@ def odd_graphs(rank):
         return results(made, x, grad, weights)
 
     warmed_up(step)
-    ep.engine._writable = counted
+    ep.engine._channel = counted
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -399,24 +351,24 @@ def two_layers(rank, ep):
 
 
 @contextmanager
-def poisoned_buffers(rank, ep):
-    """Fill the rank's own buffer before each use."""
-    next_buffer = ep.engine._next_buffer
+def poisoned_regions(rank, ep):
+    """Fill the rank's own data before each exchange, when the others have read them, and before they write there."""
+    channel_of, engine = ep.engine._channel, ep.engine
 
     def poisoned(nbytes, device):
-        buffer = next_buffer(nbytes, device)
-        # by the engine's stream, in its turn: the peers have read the last contents
-        stream = ep.engine._stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            buffer.of_rank(rank, 0, (buffer.nbytes,), torch.uint8).fill_(0xFF)
-        return buffer
+        channel = channel_of(nbytes, device)
+        engine._signal(channel, BEGIN)
+        data = channel.buffer.of_rank(rank, CONTROL_BYTES, (channel.nbytes - CONTROL_BYTES,), torch.uint8)
+        data.fill_(0xFF)
+        engine._signal(channel, TELL)  # an exchange of nothing: the others write in the next one
+        engine._signal(channel, END)
+        return channel
 
-    ep.engine._next_buffer = poisoned
+    engine._channel = poisoned
     try:
         yield
     finally:
-        ep.engine._next_buffer = next_buffer
+        engine._channel = channel_of
 
 
 def delay(generator):
@@ -431,7 +383,7 @@ def delayed(rank):
     ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS):
         step, want = two_layers(rank, ep)
-        with poisoned_buffers(rank, ep):
+        with poisoned_regions(rank, ep):
             for _ in range(STEPS):
                 delay(delays)
                 assert_same(step(), want)
@@ -446,7 +398,7 @@ def delayed_replays(rank):
         step, want = two_layers(rank, ep)
         graph = torch.cuda.CUDAGraph()
         warmed_up(step)
-        with poisoned_buffers(rank, ep), torch.cuda.graph(graph):
+        with poisoned_regions(rank, ep), torch.cuda.graph(graph):
             captured = step()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
     for i in range(STEPS):

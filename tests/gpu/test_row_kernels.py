@@ -16,7 +16,6 @@ from kit.slots import KINDS, assert_rows_close, between_nan, check_moves, check_
 from fusedmoe.kernels.rows.activation.functions import bind_activation_backward
 from fusedmoe.kernels.rows.move.functions import column_sums, offsets_from_splits
 from fusedmoe.kernels.rows.move.slot_functions import (
-    bind_copy_rows,
     bind_gather_rows,
     bind_route,
     bind_row_dots,
@@ -207,20 +206,6 @@ def test_the_sum_on_few_sms_has_the_bits_of_the_sum_on_all(kind, adds):
             assert into is None or results[-1] is into
         assert torch.equal(*results)
         assert results[0].any() or (used == 0 and not adds)
-
-
-@pytest.mark.parametrize("dtype", HALF)
-def test_copies_of_some_rows(dtype):
-    for (rows, sms), columns in pairwise(((1, 2), (700, 4), (33, 16)), (8, 520, 2048, 4104)):
-        source = between_nan(rows, columns, dtype, 1)
-        picked = torch.rand(rows, device=DEVICE) < 0.6
-        picked[0] = True
-        source[~picked] = torch.nan  # never read
-        row_of = torch.where(picked, torch.arange(rows, device=DEVICE), rows)
-        out = torch.full_like(source, 7.0)
-        bind_copy_rows(source, sms)(source, row_of, out)
-        assert torch.equal(out, source.nan_to_num())
-        assert out.any()
 
 
 # ---- column sums, and the tail

@@ -9,6 +9,11 @@ import itertools
 from typing import TYPE_CHECKING
 
 from fusedmoe.kernels.build.kernel import Kernel
+from fusedmoe.kernels.exchange.pull import Pull
+from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.send import Send
+from fusedmoe.kernels.exchange.signal import Signal
+from fusedmoe.kernels.exchange.total import Total
 from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
 from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets
 from fusedmoe.kernels.rows.move.parts import Parts, SumParts
@@ -176,7 +181,7 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
 
-    # expert parallelism in bf16: products of ranges of rows, sums with a received part, copies of wanted rows
+    # expert parallelism in bf16: products of ranges of rows, exchanges, sums with a received part
     kernels += [RaggedM(Plain("bf16"), config, ranges=True) for config in CANDIDATES["plain"]]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         epilogue = activation("swiglu", keep=keep)
@@ -184,6 +189,8 @@ def shipped() -> tuple[Kernel, ...]:
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
-    kernels += [RowRanges(), SumOnFewSms("bf16", 1)]
+    kernels += [RowRanges(), Signal(), Send("bf16"), Pull("bf16"), Total("bf16"), Total("bf16", "fp32")]
+    kernels += [Send("bf16", index) for index in ("int32", "int64")]
+    kernels += [Push("bf16", slots, values=values) for slots in SLOTS for values in (None, "fp32")]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

@@ -206,22 +206,6 @@ def _bind_sum_on_few_sms(rows_RH: Tensor, row_of_slot_TK: Tensor, adds: bool, sm
     return run
 
 
-def bind_copy_rows(rows_RH: Tensor, sms: int) -> Callable[[Tensor, Tensor, Tensor], None]:
-    """``out[t] = rows[row_of[t]]``, zeros where ``row_of[t]`` is R, on ``sms`` SMs, an even number.
-
-    The arguments are ``(rows, row_of, out)``, ``row_of`` (T,) int64. The rows may be in the memory of another GPU. A
-    negative zero becomes a positive one.
-    """
-    from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms  # deferred: imports the CuTe DSL
-
-    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], 1))
-
-    def run(rows_RH: Tensor, row_of_T: Tensor, out_TH: Tensor) -> None:
-        kernel(rows_RH, row_of_T, out_TH, out_TH, 1, sms)
-
-    return run
-
-
 def bind_row_dots(
     source_TH: Tensor, rows_RH: Tensor, row_of_slot_TK: Tensor, dtype: torch.dtype
 ) -> Callable[..., Tensor]:

@@ -1,8 +1,7 @@
 """The sum over slots on a few SMs, beside a product that has the others.
 
 `SumOnFewSms` computes what `SumSlots` without a scale computes, bit by bit: ``out[t] = sum over k of rows[row of slot
-(t, k)]`` in fp32, in the order of k, and then an optional addend of the token. With one slot per token it copies rows:
-also out of the memory of another GPU, beside an exchange between ranks.
+(t, k)]`` in fp32, in the order of k, and then an optional addend of the token.
 
 An SM reads at most 64 bytes per cycle, and a read takes about a microsecond while a product runs. So more than 100 KiB
 must be under way per SM, more than the registers hold. The kernel copies rows to shared memory by ``cp.async``: most of
@@ -41,7 +40,7 @@ class SumOnFewSms(WarpKernel):
     """Sums over each token's rows, with a given number of CTAs."""
 
     dtype: str  # "bf16" or "fp16"
-    slots: int = SLOTS[-1]  # at least K: 1, or one of `SLOTS`
+    slots: int = SLOTS[-1]  # at least K: one of `SLOTS`
     adds: bool = False  # whether there is an addend per token
 
     @property
