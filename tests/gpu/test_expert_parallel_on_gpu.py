@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fusedmoe.ops.exchange.row_copies import bind_copy_of_rows
 from kit import hopper_ranks
 from kit.hopper import needs_gpu
 from kit.two_ranks import Ranks
@@ -19,7 +18,7 @@ from torch import distributed as dist
 
 import fusedmoe as fm
 from fusedmoe.expert_parallel.engine import Wanted
-from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, END, TELL
 
 pytestmark = needs_gpu
 

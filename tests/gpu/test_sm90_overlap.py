@@ -19,7 +19,7 @@ from kit.slots import routed as routed_slots
 import fusedmoe as fm
 from fusedmoe.fusion.search import planner
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.kernels.rows.move.slot_functions import bind_copy_rows, bind_sum_slots
+from fusedmoe.kernels.rows.move.slot_functions import bind_sum_slots
 from fusedmoe.kernels.sm90 import launch, products
 from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.numerics.activations import Activation
@@ -106,31 +106,32 @@ def test_products_by_ranges(gather, waits):
 
 @needs_gpu
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
-def test_a_part_beside_a_copy(schedule, no_sync):
-    """The rows of other ranks, while a kernel on a few SMs copies other rows; then a launch that needs the copies."""
+def test_a_part_beside_a_sum(schedule, no_sync):
+    """The rows of other ranks, while a kernel on a few SMs sums other rows; then a launch that needs the sums."""
     x, gate_up, _, scale, offsets, blocks, *_ = problem_by_ranges(gather=False)
     rows, options = torch.randn(20_000, 2048, device=DEVICE).to(BF16), replace(DEFAULT, schedule=schedule)
-    row_of = torch.arange(len(rows), device=DEVICE).flip(0)
-    copy = bind_copy_rows(rows, 16)
+    row_of = torch.arange(len(rows), device=DEVICE).flip(0)[:, None].repeat(1, 2)
+    row_of[:, 1] = len(rows)  # a sentinel
+    total = bind_sum_slots(rows, row_of, None, None, 16)
     product = products.bind_grouped_gemm(x, gate_up, None, scale, options, ranges=True)
     want = products.bind_grouped_gemm(x, gate_up, None, scale, options)(x, gate_up, None, offsets, scale)
 
     def run():
-        copies = torch.empty_like(rows)
+        sums = []
 
         def parts():
             yield Part(blocks[0])
-            copy(rows, row_of, copies)
+            sums.append(total(rows, row_of))
             yield Part(blocks[1:].flatten(), beside=True)
 
-        return product(x, gate_up, None, parts(), scale), copies.clone()
+        return product(x, gate_up, None, parts(), scale), sums[0].clone()
 
     run()
     with no_sync():
         results = [run() for _ in range(20)]
-    for y, copies in results:
+    for y, sums in results:
         assert torch.equal(y, want)
-        assert torch.equal(copies, rows.flip(0))
+        assert torch.equal(sums, rows.flip(0))
     assert want.any()
     assert launch.tile_counters(x.device).get()[0].item() == 0
 
