@@ -200,10 +200,12 @@ class Engine:
         """
         raise NotImplementedError
 
-    def begin_return(self, nbytes: int, device: torch.device) -> Any:
-        """Return the channel of an exchange that `bind_push` of `fusedmoe.kernels.exchange` begins, and `bind_total`
-        ends, as `start_exchange` would: with its tensors at the `places` of their sizes, of ``nbytes`` in all. Only if
-        the engine is ``by_kernels``.
+    def channel(self, nbytes: int, device: torch.device) -> Any:
+        """Return the channel of the next exchange, with the ``region`` that the kernels of `fusedmoe.kernels.exchange`
+        take: of the same number of bytes on every rank, those of `places`. Only if the engine is ``by_kernels``.
+
+        The exchange is that of `start_exchange` if `bind_push` begins it and `bind_total` ends it, with the tensors at
+        their `places`.
         """
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ no barrier and no second stream: all work is on the stream of the layer, and a C
 - A gather: `Send` copies this rank's rows to its region, and `Pull` reads the rows of the others, on a few SMs. A
   product that the stream gets next may begin beside `Pull`, and follow the rows (`Pending.follow`).
 - A return: `Push` stores this rank's sums for others in their regions, and `Total` adds those that it gets. A rule
-  launches both; see `Symmetric.begin_return`.
+  launches both, on the region of `Symmetric.channel`.
 
 What these kernels do not take, such as rows in fp32, is copied by torch, with the same words and at the same places in
 the regions (`Signal`). So ranks need not agree on the kernels.
@@ -20,12 +20,10 @@ Axes as in engine.py.
 from __future__ import annotations
 
 import atexit
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ from fusedmoe.base.lasting import current_stream, external_stream
 from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, END, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, END, PULL_WARPS, REPORT, TELL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,68 +77,62 @@ class Symmetric(Engine):
         self._channels: list[Channel] = []  # of eager calls, and of CUDA graphs
         self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
         self._stream: int | None = None  # the stream of the last eager exchange
-        self._bound: dict[tuple[Any, ...], Callable[..., Any]] = {}  # functions that launch kernels
+        self._gathers: dict[tuple[Any, ...], _Gather] = {}
+        self._bound_signal: Callable[[functions.Region, int], None] | None = None
         self._report: Tensor | None = None  # two words of the host's memory, see `REPORT`
+        self._late: Any = (0, 0)  # the same
 
     # ---- gather
 
     def start_gather_of_tokens(
         self, tokens: Sequence[Tensor], index: Tensor, weight: Tensor, rows: int, experts: int
     ) -> Pending:
-        chosen, last = index.shape[1], tokens[-1]
-        if not rows or len(tokens) > 1 or functions.why_not(last, self.ranks, chosen, weight.dtype):
+        if len(tokens) > 1:
             return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
+        (x,) = tokens
+        key = x.dtype, x.shape[1:], index.dtype, weight.dtype, index.shape[1], rows, experts
+        gather = self._gathers.get(key)
+        if gather is None:
+            gather = self._gathers[key] = _Gather.of_tokens(self, x, index, weight, rows, experts)
+        if gather.send is None or not functions.aligned(x):
+            return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
+        channel = self.channel(gather.nbytes, x.device)
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
-        places, nbytes = self._gathered_places([(chosen,), (chosen,), last.shape[1:]], rows, [4, weight.itemsize, 2])
-        index, weight = index.contiguous(), weight.contiguous()
-        key = "send", last.dtype, last.shape[1], index.dtype, weight.dtype, chosen, rows, experts
-        send = self._bound.get(key)
-        if send is None:
-            send = self._bound[key] = functions.bind_send(last, index, weight, self.ranks, rows, experts)
-        with self._exchange(nbytes, last.device) as channel:
-            gathered, ids, weights = send(channel.region, last, index, weight)
-        assert ids is not None
-        assert weights is not None
-        return _Pulled(self, channel, [ids, weights, gathered], Wanted(ids, experts), places[-1])
+        every, ids, weights = gather.send(channel.region, x, index.contiguous(), weight.contiguous())
+        return _Pulled(gather, channel, [ids, weights, every], ids)
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
+        last = tensors[-1]
+        if len(tensors) == 1 and wanted is not None:
+            key = last.dtype, last.shape[1:], rows, wanted.ids.shape[1], wanted.experts
+            gather = self._gathers.get(key)
+            if gather is None:
+                gather = self._gathers[key] = _Gather.of_rows(self, last, rows, wanted)
+            if gather.send is not None and functions.aligned(last):
+                channel = self.channel(gather.nbytes, last.device)
+                every, *_ = gather.send(channel.region, last)
+                return _Pulled(gather, channel, [every], wanted.ids)
         shapes = [t.shape[1:] for t in tensors]
-        places, nbytes = self._gathered_places(shapes, rows, [t.itemsize for t in tensors])
+        places, nbytes = functions.places([rows * t.shape[1:].numel() * t.itemsize for t in tensors])
         results = [t.new_empty(self.ranks * rows, *shape) for t, shape in zip(tensors, shapes, strict=True)]
         if not sum(t.nbytes for t in results):
             return Pending(results, [nothing] * len(results))
-        last = tensors[-1]
-        kernels = len(tensors) == 1 and wanted is not None
-        if wanted is not None and kernels and not functions.why_not(last, self.ranks, wanted.ids.shape[1]):
-            key = "send", last.dtype, last.shape[1], rows
-            send = self._bound.get(key)
-            if send is None:
-                send = self._bound[key] = functions.bind_send(last, None, None, self.ranks, rows, 0)
-            with self._exchange(nbytes, last.device) as channel:
-                gathered, *_ = send(channel.region, last)
-            return _Pulled(self, channel, [gathered], wanted, places[-1])
-        with self._exchange(nbytes, last.device) as channel:
-            self._signal(channel, BEGIN)
-            of_ranks = [
-                [channel.buffer.of_rank(r, place, (rows, *shape), t.dtype) for r in range(self.ranks)]
-                for t, shape, place in zip(tensors, shapes, places, strict=True)
-            ]
-            for t, there, result in zip(tensors, of_ranks, results, strict=True):
-                there[self.rank][: len(t)].copy_(t)
-                result[self.rank * rows :][: len(t)].copy_(t)
-            self._signal(channel, TELL)
-            for there, result in zip(of_ranks, results, strict=True):
-                for rank in self._others():
-                    result[rank * rows : (rank + 1) * rows].copy_(there[rank])
-            self._signal(channel, END)
+        channel = self.channel(nbytes, last.device)
+        self._signal(channel, BEGIN)
+        of_ranks = [
+            [channel.buffer.of_rank(r, place, (rows, *shape), t.dtype) for r in range(self.ranks)]
+            for t, shape, place in zip(tensors, shapes, places, strict=True)
+        ]
+        for t, there, result in zip(tensors, of_ranks, results, strict=True):
+            there[self.rank][: len(t)].copy_(t)
+            result[self.rank * rows :][: len(t)].copy_(t)
+        self._signal(channel, TELL)
+        for there, result in zip(of_ranks, results, strict=True):
+            for rank in self._others():
+                result[rank * rows : (rank + 1) * rows].copy_(there[rank])
+        self._signal(channel, END)
         return Pending(results, [nothing] * len(results))
-
-    def _gathered_places(
-        self, shapes: Sequence[Sequence[int]], rows: int, itemsizes: Sequence[int]
-    ) -> tuple[list[int], int]:
-        """Return the first byte of each tensor of a gather in a region, and the bytes of all."""
-        return functions.places([rows * math.prod(s) * n for s, n in zip(shapes, itemsizes, strict=True)])
 
     # ---- return
 
@@ -150,20 +142,16 @@ class Symmetric(Engine):
         results = [t.new_empty(shape) for t, shape in zip(tensors, shapes, strict=True)]
         if not sum(t.nbytes for t in results):
             return Pending(results, [nothing] * len(results))
-        with self._exchange(nbytes, tensors[0].device) as channel:
-            self._signal(channel, BEGIN)
-            for t, shape, place in zip(tensors, shapes, places, strict=True):
-                for rank in (*self._others(), self.rank):
-                    channel.buffer.of_rank(rank, place, shape, t.dtype)[self.rank].copy_(t.view(shape)[rank])
-            self._signal(channel, TELL)
-            for result, shape, place in zip(results, shapes, places, strict=True):
-                result.copy_(channel.buffer.of_rank(self.rank, place, shape, result.dtype))
-            self._signal(channel, END)
+        channel = self.channel(nbytes, tensors[0].device)
+        self._signal(channel, BEGIN)
+        for t, shape, place in zip(tensors, shapes, places, strict=True):
+            for rank in (*self._others(), self.rank):
+                channel.buffer.of_rank(rank, place, shape, t.dtype)[self.rank].copy_(t.view(shape)[rank])
+        self._signal(channel, TELL)
+        for result, shape, place in zip(results, shapes, places, strict=True):
+            result.copy_(channel.buffer.of_rank(self.rank, place, shape, result.dtype))
+        self._signal(channel, END)
         return Pending(results, [nothing] * len(results))
-
-    def begin_return(self, nbytes: int, device: torch.device) -> Channel:
-        with self._exchange(nbytes, device) as channel:
-            return channel
 
     # ---- channels
 
@@ -175,26 +163,13 @@ class Symmetric(Engine):
         return [(self.rank + i) % self.ranks for i in range(1, self.ranks)]
 
     def _signal(self, channel: Channel, phase: int) -> None:
-        signal = self._bound.get(("signal",))
-        if signal is None:
-            signal = self._bound["signal",] = functions.bind_signal(channel.region)
-        signal(channel.region, phase)
+        if self._bound_signal is None:
+            self._bound_signal = functions.bind_signal(channel.region)
+        self._bound_signal(channel.region, phase)
 
-    @contextmanager
-    def _exchange(self, nbytes: int, device: torch.device) -> Iterator[Channel]:
-        """Give the channel of an exchange now, of the same number of bytes on every rank, and explain errors."""
-        try:
-            yield self._channel(nbytes, device)
-        except RuntimeError as error:
-            if "CUDA error" not in str(error):
-                raise
-            told = _told(self._report, self.timeout_s)
-            raise RuntimeError(
-                f"ExpertParallel: rank {self.rank} of {self.ranks}: the GPU failed"
-                + (f": {told}" if told else f", as if another rank does not come within {self.timeout_s:g} s")
-            ) from error
-
-    def _channel(self, nbytes: int, device: torch.device) -> Channel:
+    def channel(self, nbytes: int, device: torch.device) -> Channel:
+        if self._late[0]:
+            raise RuntimeError(f"ExpertParallel: rank {self.rank} of {self.ranks}: {_told(self._late, self.timeout_s)}")
         capturing = torch.cuda.is_current_stream_capturing()
         if not self._channels or self._channels[0].nbytes < nbytes:
             if capturing:
@@ -231,6 +206,7 @@ class Symmetric(Engine):
     def _made(self, buffer: SymmetricBuffer, device: torch.device) -> Channel:
         if self._report is None:
             self._report = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._late = self._report.numpy()
             atexit.register(_tell_at_exit, self._report, self.rank, self.timeout_s)
         with torch.inference_mode(False):
             control = buffer.of_rank(self.rank, 0, (CONTROL_WORDS,), torch.int32)
@@ -240,42 +216,62 @@ class Symmetric(Engine):
         return Channel(buffer, functions.Region(peers, control, self.rank, int(self.timeout_s * 1e9)))
 
 
-def _told(report: Tensor | None, timeout_s: float) -> str:
-    """Return what a kernel that has waited too long has reported; an empty string if none has."""
-    if report is None or not (late := int(report[0])):
-        return ""
-    return f"rank {late - 1} did not come to exchange {int(report[1])} within {timeout_s:g} s"
+def _told(report: Sequence[int], timeout_s: float) -> str:
+    """Return the report of a kernel that has waited too long, in words."""
+    return f"rank {int(report[0]) - 1} did not come to exchange {int(report[1])} within {timeout_s:g} s"
 
 
 def _tell_at_exit(report: Tensor, rank: int, timeout_s: float) -> None:
-    """Write the report to stderr: the error of CUDA does not name the rank."""
-    if told := _told(report, timeout_s):
-        sys.stderr.write(f"ExpertParallel: rank {rank}: {told}\n")
+    """Write the report, if there is one, to stderr: the error of CUDA does not name the rank."""
+    if report[0]:
+        sys.stderr.write(f"ExpertParallel: rank {rank}: {_told(report.tolist(), timeout_s)}\n")
+
+
+class _Gather(NamedTuple):
+    """The kernels of gathers of one kind; ``send`` is None if they do not take such rows."""
+
+    nbytes: int = 0
+    send: Callable[..., Any] | None = None
+    pull: Callable[..., Any] | None = None
+
+    @classmethod
+    def of_tokens(cls, engine: Symmetric, x: Tensor, index: Tensor, weight: Tensor, rows: int, experts: int) -> _Gather:
+        chosen = index.shape[1]
+        if not rows or functions.why_not(x, engine.ranks, chosen, weight.dtype):
+            return cls()
+        if index.dtype not in (torch.int32, torch.int64):
+            index = index.to(torch.int32)
+        sizes = [4 * rows * chosen, weight.itemsize * rows * chosen, x.itemsize * rows * x.shape[1]]
+        places, nbytes = functions.places(sizes)
+        send = functions.bind_send(x, index, weight, engine.ranks, rows, experts)
+        return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
+
+    @classmethod
+    def of_rows(cls, engine: Symmetric, x: Tensor, rows: int, wanted: Wanted) -> _Gather:
+        chosen, experts = wanted.ids.shape[1], wanted.experts
+        if not rows or functions.why_not(x, engine.ranks, chosen):
+            return cls()
+        places, nbytes = functions.places([x.itemsize * rows * x.shape[1]])
+        send = functions.bind_send(x, None, None, engine.ranks, rows, experts)
+        return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
 
 
 class _Pulled(Pending):
     """A gather that `Send` has begun, and `Pull` ends. Only the last result may be incomplete.
 
-    - ``engine``, ``channel``: of the exchange.
-    - ``at_rows``: the first byte of the last tensor in a region.
+    - ``ids``: see `Wanted`.
     """
 
-    def __init__(
-        self, engine: Symmetric, channel: Channel, results: list[Tensor], wanted: Wanted, at_rows: int
-    ) -> None:
+    arrivals = PULL_SMS * PULL_WARPS
+
+    def __init__(self, gather: _Gather, channel: Channel, results: list[Tensor], ids: Tensor) -> None:
         super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])
-        self._region, self._wanted = channel.region, wanted
+        self._bound_pull, self._region, self._ids = gather.pull, channel.region, ids
         self._words: Tensor | None = None
-        self.arrivals = functions.arrivals(PULL_SMS)
-        rows, ids = results[-1], wanted.ids
-        key = "pull", rows.dtype, rows.shape, ids.shape[1], wanted.experts, at_rows
-        pull = engine._bound.get(key)
-        if pull is None:
-            pull = engine._bound[key] = functions.bind_pull(rows, ids, wanted.experts, at_rows, PULL_SMS)
-        self._bound_pull = pull
 
     def _pull(self) -> None:
-        self._bound_pull(self._region, self._results[-1], self._wanted.ids, self._words)
+        assert self._bound_pull is not None
+        self._bound_pull(self._region, self._results[-1], self._ids, self._words)
 
     def follow(self, words: Tensor) -> None:
         self._words = words

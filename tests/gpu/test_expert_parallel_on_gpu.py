@@ -17,6 +17,7 @@ from kit.two_ranks import Ranks
 from torch import distributed as dist
 
 import fusedmoe as fm
+from fusedmoe.builtin_rules.exchange import beside
 from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, END, TELL
 
@@ -42,9 +43,11 @@ def ranks(tmp_path_factory):
     started.stop()
 
 
-def on_device(rank):
+def on_device(rank, quick=False):
+    """``quick``: whether the exchanges of a test, which are small, are taken as quick; else as if they were long."""
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
+    beside.QUICK_US, beside.LEAST_US = (1e9, 1e9) if quick else (0.0, 0.0)
 
 
 _made = {}
@@ -216,9 +219,9 @@ def test_ranks_with_different_steps(ranks):
     ranks.run(mixed)
 
 
-def with_engines(rank, tokens, chosen):
+def with_engines(rank, tokens, chosen, quick):
     """A layer on all ranks, by both engines, with and without overlaps."""
-    on_device(rank)
+    on_device(rank, quick)
     x, grad = data(tokens[rank], rank)
     found = {}
     for engine in ("allgather", "symmetric"):
@@ -238,8 +241,8 @@ def test_four_ranks(tmp_path):
     started = Ranks(tmp_path, 4)
     try:
         started.run(single_exchanges)
-        for chosen in (2, 4, 8):
-            started.run(with_engines, (MOST, 1733, 0, 900), chosen)
+        for chosen, quick in ((2, False), (4, False), (8, False), (4, True)):
+            started.run(with_engines, (MOST, 1733, 0, 900), chosen, quick)
     finally:
         started.stop()
 
@@ -300,7 +303,7 @@ def odd_graphs(rank):
     x.requires_grad_(False)
     weights = [*made.experts.parameters()]
     exchanges = []
-    start = ep.engine._channel
+    start = ep.engine.channel
 
     def counted(*args):
         exchanges.append(args)
@@ -310,7 +313,7 @@ def odd_graphs(rank):
         return results(made, x, grad, weights)
 
     warmed_up(step)
-    ep.engine._channel = counted
+    ep.engine.channel = counted
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -352,7 +355,7 @@ def two_layers(rank, ep):
 @contextmanager
 def poisoned_regions(rank, ep):
     """Fill the rank's own data before each exchange, when the others have read them, and before they write there."""
-    channel_of, engine = ep.engine._channel, ep.engine
+    channel_of, engine = ep.engine.channel, ep.engine
 
     def poisoned(nbytes, device):
         channel = channel_of(nbytes, device)
@@ -363,11 +366,11 @@ def poisoned_regions(rank, ep):
         engine._signal(channel, END)
         return channel
 
-    engine._channel = poisoned
+    engine.channel = poisoned
     try:
         yield
     finally:
-        engine._channel = channel_of
+        engine.channel = channel_of
 
 
 def delay(generator):

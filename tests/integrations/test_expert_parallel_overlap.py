@@ -17,12 +17,15 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 
 
 @on_each
-def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None):
+def compare(
+    ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False
+):
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
 
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
-    rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name.
+    rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name. ``quick``:
+    whether the exchange of so few tokens is taken as quick.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import beside
@@ -32,6 +35,8 @@ def compare(ep, tokens, training=True, main_grad=False, divided=None, disabled=(
         return beside.experts_beside(*args) if divided is None else divided[ep.rank]
 
     exchange_products.experts_beside = given
+    # few tokens, as if they were many; or as few as they are
+    beside.QUICK_US, beside.LEAST_US = (beside.QUICK_US, beside.LEAST_US) if quick else (0.0, 0.0)
     count = tokens[ep.rank]
     with fm.disabled(*OVERLAPS):
         expected = hopper.trained(hopper.layer(ep, main_grad), count, training)
@@ -97,9 +102,12 @@ WITHOUT = {
 }
 
 
-@pytest.mark.parametrize(("case", "tokens"), pairwise([*WITHOUT], [(50, 50), (37, 50), (0, 41)]), ids=str)
-def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, case, tokens):
-    options = {"disabled": WITHOUT[case], "symmetric": (folder,)}
+CASES_OF_RANKS = pairwise([*WITHOUT], [(50, 50), (37, 50), (0, 41)], [True, False])
+
+
+@pytest.mark.parametrize(("case", "tokens", "quick"), CASES_OF_RANKS, ids=str)
+def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, case, tokens, quick):
+    options = {"disabled": WITHOUT[case], "symmetric": (folder,), "quick": quick}
     found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, **options)[:2]
     for (used, *_), without in zip(found, WITHOUT[case], strict=True):
         assert bool(used) == (without is OTHERS)

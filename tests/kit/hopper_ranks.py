@@ -17,7 +17,7 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, DONE, NUMBER, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, DONE, NUMBER, PULL_WARPS, READY, TELL
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
 BF16 = torch.bfloat16
@@ -200,7 +200,7 @@ def bind_send(x, index, weight, ranks, rows, here):
     return run
 
 
-def bind_pull(rows, ids, here, at_rows, sms):
+def bind_pull(like, every, chosen, here, at_rows, sms):
     def run(region, rows, ids, words=None):
         exchange, rank, shape = Exchange(region), region.rank, (len(rows) // len(region.peers), rows.shape[1])
         for step in range(1, exchange.ranks):
@@ -210,7 +210,7 @@ def bind_pull(rows, ids, here, at_rows, sms):
             wanted = ((ids[there] >= 0) & (ids[there] < here)).any(1)
             rows[there][wanted] = exchange.at(source, at_rows, shape, rows.dtype)[wanted]
             if words is not None:
-                assert words[step, -1] == -functions.arrivals(sms)
+                assert words[step, -1] == -sms * PULL_WARPS
                 words[step, -1] = 0
         exchange.end()
 
@@ -240,17 +240,20 @@ def bind_push(rows, row_of_slot, values, at_parts, at_values, sms):
     return run
 
 
-def bind_total(out, values, rows, at_parts, at_values):
-    def run(region):
+def bind_total(rows, tokens, chosen, values, count, at_parts, at_values):
+    from kit.sm90_stand_ins import bind_sum_slots
+
+    def run(region, rows, row_of_slot):
         exchange = Exchange(region)
         for rank in range(exchange.ranks):
             if rank != region.rank:
                 exchange.wait(rank)
-        parts = exchange.at(region.rank, at_parts, (exchange.ranks, rows, out.shape[1]), out.dtype)
-        y, of_values = sum_over_ranks(parts, len(out)).clone(), None
+        parts = exchange.at(region.rank, at_parts, (exchange.ranks, count, rows.shape[1]), rows.dtype)
+        parts[region.rank] = bind_sum_slots(rows, row_of_slot, None)(rows, row_of_slot, None)
+        y, of_values = sum_over_ranks(parts, tokens).clone(), None
         if values is not None:
-            given = exchange.at(region.rank, at_values, (exchange.ranks, rows, values.shape[1]), values.dtype)
-            of_values = sum_over_ranks(given, len(values)).clone()
+            given = exchange.at(region.rank, at_values, (exchange.ranks, count, chosen), values)
+            of_values = sum_over_ranks(given, tokens).clone()
         exchange.end()
         return y, of_values
 
@@ -265,7 +268,7 @@ KERNELS = {f.__name__: f for f in (bind_signal, bind_send, bind_pull, bind_push,
 def on_cpus(folder):
     """Let ``"symmetric"`` run on CPUs; the data that an exchange gets were NaN before it."""
     FileBuffer.folder = folder
-    channel_of = symmetric.Symmetric._channel
+    channel_of = symmetric.Symmetric.channel
 
     def poisoned(self, nbytes, device):
         channel = channel_of(self, nbytes, device)
@@ -283,7 +286,7 @@ def on_cpus(folder):
             (symmetric.torch.cuda, "is_current_stream_capturing", lambda: False),
             (functions, "arch_of", lambda device: 90),
             (functions.toolkit, "missing_packages", lambda: ()),
-            (symmetric.Symmetric, "_channel", poisoned),
+            (symmetric.Symmetric, "channel", poisoned),
             *((functions, name, function) for name, function in KERNELS.items()),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

@@ -9,7 +9,7 @@ from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, DONE, END, NUMBER, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, DONE, END, NUMBER, PULL_WARPS, READY, TELL
 
 BF16 = torch.bfloat16
 SMS = 2
@@ -73,10 +73,10 @@ def test_gather(ranks, rows, chosen, number):
                 sent.append(send(world.of[r], x[r], index[r], weight[r]))
         for r, (got, ids, weights) in enumerate(sent):
             words = torch.zeros(ranks, 5, dtype=torch.int32)
-            pull = functions.bind_pull(got, ids, EXPERTS_HERE, at[0][2], SMS)
+            pull = functions.bind_pull(got, ranks * rows, chosen, EXPERTS_HERE, at[0][2], SMS)
             assert world.memory[r][NUMBER] == number
             pull(world.of[r], got, ids, words)
-            assert words[1:, -1].tolist() == [functions.arrivals(SMS)] * (ranks - 1)
+            assert words[1:, -1].tolist() == [SMS * PULL_WARPS] * (ranks - 1)
             assert not words[0].any()
             assert not words[:, :-1].any()
             for q in range(ranks):
@@ -111,7 +111,7 @@ def test_gather_of_rows_alone():
         for memory in world.memory:
             assert memory[READY : READY + ranks].tolist() == [7] * ranks
         for r in range(ranks):
-            functions.bind_pull(got[r], index, 2, at[0][0], SMS)(world.of[r], got[r], index)
+            functions.bind_pull(got[r], ranks * rows, 2, 2, at[0][0], SMS)(world.of[r], got[r], index)
             assert all(torch.equal(got[r].view(ranks, rows, -1)[q][: len(x[q])], x[q]) for q in range(ranks))
 
 
@@ -140,8 +140,6 @@ def test_return(ranks, valued):
         world = Ranks(gpu, ranks, at[1], -1)
         for r in range(ranks):
             push = functions.bind_push(given[r], slots[r], values[r], at_parts, at_values, SMS)
-            own = world.at(r, at_parts, ranks, rows, columns)
-            own[r] = part(r, r)
             for begin, end in [(0 if valued else 1, 2), (2, ranks)]:
                 if begin < end:
                     push(world.of[r], given[r], slots[r], values[r], begin, end)
@@ -150,8 +148,9 @@ def test_return(ranks, valued):
             if not valued:
                 others[q] = -1  # a rank tells itself nothing
             assert world.memory[q][READY : READY + ranks].tolist() == others
-            like = torch.empty(tokens, columns, dtype=BF16), torch.empty(tokens, chosen) if valued else None
-            y, of_values = functions.bind_total(*like, rows, at_parts, at_values)(world.of[q])
+            dtype = torch.float32 if valued else None
+            total_of = functions.bind_total(given[q], tokens, chosen, dtype, rows, at_parts, at_values)
+            y, of_values = total_of(world.of[q], given[q], slots[q].view(ranks, rows, chosen)[q])
             want = torch.zeros(tokens, columns)
             for r in range(ranks):
                 want += part(r, q)[:tokens].float()
@@ -184,7 +183,7 @@ def test_signals():
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "ranks", "chosen", "message"),
-    [((4, 16), torch.float32, 2, 2, "float32"), ((4, 12), BF16, 2, 2, "multiples of 8"),
+    [((4, 16), torch.float32, 2, 2, "float32"), ((4, 12), BF16, 2, 2, "a multiple of 8"),
      ((4, 16), BF16, 33, 2, "33 ranks"), ((4, 16), BF16, 2, 33, "33 experts per token"), ((4, 16), BF16, 32, 32, None)],
 )  # fmt: skip
 def test_refusals(shape, dtype, ranks, chosen, message, monkeypatch):

@@ -25,6 +25,7 @@ from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
 PUSH_SMS = 16  # of the kernel that sums rows for other ranks, an even number
 LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
+QUICK_US = 6.0  # of the same, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS = 550, 300
@@ -58,6 +59,18 @@ def experts_beside(
     if rows <= hiding * TILE / 2:
         return experts
     return min(experts, math.ceil(MARGIN * exchange_us / (rows * row_flops / tflops / 1e6)))
+
+
+def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_flops: int, tflops: int) -> float:
+    """Return the time of the product of the rows that this rank's experts have of one rank; see `experts_beside`."""
+    return tokens * chosen / expert_parallel.ranks**2 * row_flops / tflops / 1e6
+
+
+def is_quick(expert_parallel: ExpertParallel, us: float) -> bool:
+    """Whether an exchange beside products of `us_of_step` is so quick that one launch for all rows is better: it hides
+    nothing, but neither a division of rows by ranks nor more launches are needed. Only if kernels make the exchange.
+    """
+    return expert_parallel.engine.by_kernels and us < QUICK_US
 
 
 class Ranges:
@@ -259,13 +272,12 @@ class ReturnsByKernels(Returns):
         (every, chosen), columns, each = row_of_slot.shape, rows.shape[1], self.every // self.ranks
         sizes = [every * columns * rows.itemsize, *([] if values is None else [every * chosen * values.itemsize])]
         places, self.nbytes = exchange_functions.places(sizes)
-        self.at_parts, at_values = places[0], places[-1]
-        self.device, self.dtype, self.shape = rows.device, rows.dtype, (self.ranks, each, columns)
+        at_parts, at_values = places[0], places[-1]
+        self.device = rows.device
         self.first = 0 if values is not None else 1
-        self.push = exchange_functions.bind_push(rows, row_of_slot, values, self.at_parts, at_values, PUSH_SMS)
-        self.sum_own = slot_functions.bind_sum_slots(rows, row_of_slot[self.own], None)
-        like = rows.new_empty(tokens, columns), None if values is None else values.new_empty(tokens, chosen)
-        self.total = exchange_functions.bind_total(*like, each, self.at_parts, at_values)
+        self.push = exchange_functions.bind_push(rows, row_of_slot, values, at_parts, at_values, PUSH_SMS)
+        of_values = None if values is None else values.dtype
+        self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
 
     def groups(self, us: float) -> list[range]:
         if us < LEAST_US:
@@ -283,7 +295,7 @@ class _Pushed:
 
     def __init__(self, returns: ReturnsByKernels, rows: Tensor, row_of_slot: Tensor, values: Tensor | None) -> None:
         self._returns, self._given = returns, (rows, row_of_slot, values)
-        self._channel = returns.engine.begin_return(returns.nbytes, returns.device)
+        self._channel = returns.engine.channel(returns.nbytes, returns.device)
 
     def leave(self, steps: range) -> None:
         begin = self._returns.first if steps.start == 1 else steps.start
@@ -291,9 +303,7 @@ class _Pushed:
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         returns, (rows, row_of_slot, _) = self._returns, self._given
-        parts = self._channel.buffer.of_rank(returns.rank, returns.at_parts, returns.shape, returns.dtype)
-        returns.sum_own(rows, row_of_slot[returns.own], None, None, parts[returns.rank])
-        return returns.total(self._channel.region)
+        return returns.total(self._channel.region, rows, row_of_slot[returns.own])
 
 
 def bind_returns(expert_parallel: ExpertParallel, *args: Any) -> Returns:

@@ -30,6 +30,8 @@ from fusedmoe.builtin_rules.exchange.beside import (
     beside_exchange,
     bind_returns,
     experts_beside,
+    is_quick,
+    us_of_step,
 )
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import (
@@ -140,13 +142,15 @@ class GemmActivationOfArrivingTokens(
         rows = index.view(-1)[:room]  # like the tokens of rows
         route = slot_functions.bind_route(index, factor, experts, num_rows=room)
         row_bytes, row_flops, chosen = x.shape[1] * x.itemsize, 2 * weight[0].numel(), index.shape[1]
-        beside = experts_beside(gather.expert_parallel, total, row_bytes, chosen, experts, row_flops, TFLOPS)
+        ep = gather.expert_parallel
+        beside = experts_beside(ep, total, row_bytes, chosen, experts, row_flops, TFLOPS)
         # memory for E offsets, which may be more than there are rows
         offsets = rows.new_empty(experts)
-        ranges = Ranges(gather.expert_parallel, offsets, rows, total, beside)
+        ranges = Ranges(ep, offsets, rows, total, beside)
         factors = factor.view(-1)[:room] if scaled else None
+        quick = is_quick(ep, us_of_step(ep, total, chosen, row_flops, TFLOPS))
         product = products.bind_grouped_gemm_activation(
-            tokens, weight, bias, factors, activation_of(self.act), keeps_p, ctx.options, rows, ranges=True
+            tokens, weight, bias, factors, activation_of(self.act), keeps_p, ctx.options, rows, ranges=not quick
         )
 
         def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -155,8 +159,8 @@ class GemmActivationOfArrivingTokens(
             index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, _, _, token_of_row, offsets = provided
-            tokens = arriving.unfinished(2)
-            parts = ranges.arriving(offsets, token_of_row, arriving, 2)
+            tokens = arriving.wait(2) if quick else arriving.unfinished(2)
+            parts = offsets if quick else ranges.arriving(offsets, token_of_row, arriving, 2)
             result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
             y, *p = result if keeps_p else (result,)
             kept = {"gather.output": tokens, "act.input": p[0] if p else None}
@@ -208,24 +212,30 @@ class GemmOfLeavingRows(OnSm90, FusionRule, name="sm90.gemm_of_leaving_rows", di
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, TFLOPS)
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
         beside = beside_exchange(options, expert_parallel)
+        us = us_of_step(expert_parallel, tokens, chosen, row_flops, TFLOPS)
+        quick, by_kernels = is_quick(expert_parallel, us), expert_parallel.engine.by_kernels
         of_others, of_own = (
-            products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=True) for of_part in (options, beside)
+            products.bind_grouped_gemm(x, weight, bias, None, of_part, ranges=not quick)
+            for of_part in (options, beside)
         )
         like = x.new_empty(x.shape[0], features)
         returns = bind_returns(expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0])
-        by_kernels, rows_of_step = expert_parallel.engine.by_kernels, tokens * chosen / expert_parallel.ranks**2
-        groups = returns.groups(rows_of_step * row_flops / TFLOPS / 1e6)
+        groups = returns.groups(us)
 
         def run(*tensors: Any) -> Any:
             x, weight, bias, offsets, _, _, row_of_slot, token_of_row, *factor = tensors
             probs = factor[0] if factor else None
             rows = x.new_empty(x.shape[0], features)
-            *others, own = ranges.leaving(offsets, token_of_row, groups, by_kernels)
             leaving = returns.begin(rows, row_of_slot, probs)
-            for part, steps in zip(others, groups, strict=True):
-                of_others(x, weight, bias, [part], None, None, rows)
-                leaving.leave(steps)
-            of_own(x, weight, bias, [own], None, None, rows)
+            if quick:
+                of_own(x, weight, bias, offsets, None, None, rows)
+                leaving.leave(returns.steps)
+            else:
+                *others, own = ranges.leaving(offsets, token_of_row, groups, by_kernels)
+                for part, steps in zip(others, groups, strict=True):
+                    of_others(x, weight, bias, [part], None, None, rows)
+                    leaving.leave(steps)
+                of_own(x, weight, bias, [own], None, None, rows)
             y, _ = leaving.finish()
             return (y, rows) if keep else y
 
@@ -290,8 +300,9 @@ class DgradActivationOfArrivingGradients(
         )
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
         beside = beside_exchange(options, expert_parallel)
+        quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, DERIVATIVE_TFLOPS))
         product = products.bind_grouped_gemm_activation_backward(
-            like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=True
+            like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=not quick
         )
         y = dy.new_empty(preactivation.shape[0], weight.shape[2])
         wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
@@ -300,8 +311,8 @@ class DgradActivationOfArrivingGradients(
             dy, gathered_index, rank_experts, token_of_row, weight, offsets, preactivation, factor = tensors
             main_grad = wgrad.main_grad()
             arriving = dback.start(dy.contiguous(), gathered_index, rank_experts)
-            gathered = arriving.unfinished(0)
-            parts = ranges.arriving(offsets, token_of_row, arriving, 0)
+            gathered = arriving.wait(0) if quick else arriving.unfinished(0)
+            parts = offsets if quick else ranges.arriving(offsets, token_of_row, arriving, 0)
             grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
             assert y is not None
             grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)

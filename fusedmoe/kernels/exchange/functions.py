@@ -2,7 +2,7 @@
 
 Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and strides as its arguments. Matrices are
 bf16 or fp16, (rows, H), with unit stride in H; H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
-other tensors are contiguous. `why_not` checks these constraints.
+other tensors are contiguous. `why_not` and `aligned` check these constraints.
 
 Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, R rows, H columns.
 """
@@ -53,15 +53,15 @@ def places(sizes: list[int]) -> tuple[list[int], int]:
 
 
 def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.float32) -> str | None:
-    """Return the reason why no kernel of this folder takes rows like these, with K experts and weights of this dtype;
-    None if they do.
+    """Return the reason why no kernel of this folder takes rows (T, H) of this dtype and width, with K experts and
+    weights of this dtype; None if they do, if the rows are `aligned`.
     """
     if arch_of(rows.device) not in (90, 100, 103) or toolkit.missing_packages():
         return "it needs an sm_90 GPU, and nvidia-cutlass-dsl"
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return f"rows in {rows.dtype}, expected bf16 or fp16"
-    if rows.dim() != 2 or rows.stride(1) != 1 or rows.shape[1] % 8 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-        return f"rows of shape {tuple(rows.shape)} and strides {rows.stride()}, expected multiples of 8 columns"
+    if rows.dim() != 2 or rows.shape[1] % 8:
+        return f"rows of shape {tuple(rows.shape)}, expected a multiple of 8 columns"
     if chosen > MOST_CHOSEN:
         return f"{chosen} experts per token, expected at most {MOST_CHOSEN}"
     if weight not in (torch.float32, torch.bfloat16, torch.float16):
@@ -69,6 +69,12 @@ def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.f
     if ranks > MOST_RANKS:
         return f"{ranks} ranks, expected at most {MOST_RANKS}"
     return None
+
+
+def aligned(rows: Tensor) -> bool:
+    """Whether rows (T, H) have the strides and the address that the kernels need."""
+    pitch, unit = rows.stride()
+    return unit == 1 and pitch % 8 == 0 and rows.data_ptr() % 16 == 0
 
 
 def bind_signal(region: Region) -> Callable[[Region, int], None]:
@@ -129,39 +135,32 @@ def bind_send(
     return run
 
 
-def bind_pull(rows_AH: Tensor, index_AK: Tensor, here: int, at_rows: int, sms: int) -> Callable[..., None]:
-    """End a gather: of ``(region, rows, index, words)``, read the rows of other ranks that have an expert here.
+def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sms: int) -> Callable[..., None]:
+    """End a gather: of ``(region, rows, ids, words)``, read the rows of other ranks that have an expert here.
 
-    ``rows`` (P*N, H) and ``index`` (P*N, K) are those of `bind_send`. With ``words``, a matrix (P, W) int32 with one
-    line per step, the last element of line s grows by ``sms * WARPS`` when the rows of rank ``this rank + s`` are
-    there; a product may begin beside the kernel.
+    ``rows`` (P*N, H) and ``ids`` (P*N, K) int32 are those of `bind_send`. With ``words``, a matrix (P, W) int32 with
+    one line per step, the last element of line s grows by ``sms * PULL_WARPS`` when the rows of rank ``this rank + s``
+    are there; a product may begin beside the kernel.
 
-    - ``here``: the experts of this rank.
+    - ``like``: a tensor of the dtype of the rows, on their device.
+    - ``every``, ``chosen``, ``here``: P*N, K, and the experts of this rank.
     - ``at_rows``: the first byte of the rows in a region.
     - ``sms``: the SMs of the kernel, an even number.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
 
-    kernel = load(Pull(NAMES[rows_AH.dtype], arch=kernel_arch(rows_AH.device)))
-    every, chosen = index_AK.shape
-    no_words = unread(rows_AH.device, torch.int32, 1)
+    kernel = load(Pull(NAMES[like.dtype], arch=kernel_arch(like.device)))
+    no_words = unread(like.device, torch.int32, 1)
 
-    def run(region: Region, rows_AH: Tensor, index_AK: Tensor, words: Tensor | None = None) -> None:
+    def run(region: Region, rows_AH: Tensor, ids_AK: Tensor, words: Tensor | None = None) -> None:
         peers, control, rank, patience = region
         pitch = 0 if words is None else words.shape[1]
         kernel(
-            rows_AH, index_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
+            rows_AH, ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
             every // peers.shape[0], chosen, here, 2 * pitch - 1, pitch, at_rows, patience, sms,
         )  # fmt: skip
 
     return run
-
-
-def arrivals(sms: int) -> int:
-    """Return the number by which `bind_pull` raises a word."""
-    from fusedmoe.kernels.exchange.pull import WARPS  # deferred: imports the CuTe DSL
-
-    return sms * WARPS
 
 
 def bind_push(
@@ -198,30 +197,31 @@ def bind_push(
 
 
 def bind_total(
-    out_TH: Tensor, values_TK: Tensor | None, rows: int, at_parts: int, at_values: int
-) -> Callable[[Region], tuple[Tensor, Tensor | None]]:
-    """End a return: the sums over ranks of the parts (P, N, H), and of the values (P, N, K), in this rank's region.
+    rows_RH: Tensor, tokens: int, chosen: int, values: torch.dtype | None, rows: int, at_parts: int, at_values: int
+) -> Callable[[Region, Tensor, Tensor], tuple[Tensor, Tensor | None]]:
+    """End a return: of ``(region, rows, row_of_slot)``, the sums over ranks (T, H) of the parts (P, N, H), and (T, K)
+    of the values (P, N, K) if they have a dtype.
 
-    - ``out_TH``, ``values_TK``: tensors like the results.
-    - ``rows``: N.
+    The parts of other ranks and all values are in this rank's region. This rank's part is the sum over the slots of its
+    tokens, whose rows are ``row_of_slot`` (N, K).
+
+    - ``rows_RH``: rows like those of the calls.
+    - ``tokens``, ``chosen``, ``rows``: T, K, at most `limits.MOST_SLOTS_BESIDE`, and N.
     """
     from fusedmoe.kernels.exchange.total import Total  # deferred: imports the CuTe DSL
 
-    (tokens, columns), device = out_TH.shape, out_TH.device
-    values = None if values_TK is None else NAMES[values_TK.dtype]
-    chosen = 0 if values_TK is None else values_TK.shape[1]
-    kernel = load(Total(NAMES[out_TH.dtype], values, arch=kernel_arch(device)))
-    like = torch.empty(0, dtype=out_TH.dtype, device=device)
-    like_values = None if values_TK is None else torch.empty(0, dtype=values_TK.dtype, device=device)
+    columns, device = rows_RH.shape[1], rows_RH.device
+    kernel = load(Total(NAMES[rows_RH.dtype], None if values is None else NAMES[values], arch=kernel_arch(device)))
     no_values = unread(device, torch.float32, 1)
+    like_values = None if values is None else unread(device, values, 0)
 
-    def run(region: Region) -> tuple[Tensor, Tensor | None]:
+    def run(region: Region, rows_RH: Tensor, row_of_slot_NK: Tensor) -> tuple[Tensor, Tensor | None]:
         peers, control, rank, patience = region
-        out = like.new_empty(tokens, columns)
+        out = rows_RH.new_empty(tokens, columns)
         of_values = None if like_values is None else like_values.new_empty(tokens, chosen)
         kernel(
-            out, no_values if of_values is None else of_values.view(-1), peers, control, rank, rows, chosen, at_parts,
-            at_values, patience, TOTAL_CTAS,
+            rows_RH, row_of_slot_NK.view(-1), out, no_values if of_values is None else of_values.view(-1), peers,
+            control, rank, rows, chosen, at_parts, at_values, patience, TOTAL_CTAS,
         )  # fmt: skip
         return out, of_values
 

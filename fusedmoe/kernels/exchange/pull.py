@@ -24,9 +24,9 @@ from cutlass.memory import SmemAllocator
 from fusedmoe.kernels.device.gather import CHUNK_BYTES, vector
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
+from fusedmoe.kernels.exchange.layout import PULL_WARPS as WARPS
 from fusedmoe.kernels.exchange.layout import READY
 
-WARPS = 8  # per CTA
 CTAS = 2  # of a cluster, since products run in clusters of two: these cannot use a single free SM
 VECTORS = 8  # per lane and step: a step of a warp is 2,048 columns of a row
 STAGES = 7  # steps of a warp under way

@@ -1,11 +1,13 @@
-"""`Total`: the end of a return. ``y[t] = sum over ranks r of parts[r * N + t]``, in fp32, in the order of the ranks.
+"""`Total`: the end of a return. ``y[t] = sum over ranks r of part[r][t]``, in fp32, in the order of the ranks.
 
-The parts are in this rank's region. The kernel waits until every rank has written its own. Values, such as gradients of
-routing weights, are summed in the same way.
+The parts of the other ranks are in this rank's region, as row ``r * N + t``. The kernel waits until every rank has
+written its own. This rank's part is the sum over slots that `SumSlots` gives, rounded like the others: ``sum over k of
+rows[row of slot (t, k)]``. Values, such as gradients of routing weights, are summed over ranks too; those of this rank
+are in its region.
 
-A warp has one token and 256 columns. A lane loads the parts of up to 4 ranks at once.
+A warp has one token and 256 columns. A lane loads all of its rows, and then the parts of up to 4 ranks at once.
 
-Axes: P ranks, N rows per rank, T rows of this rank (at most N), K values per row, H columns.
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K slots per token, R rows, H columns.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from fusedmoe.kernels.exchange.layout import READY
 
 WARPS = 8  # per CTA
 AT_ONCE = 4  # parts that a lane loads at once
+SLOTS = 8  # at least K
 TICKET = 1
 
 
@@ -39,26 +42,31 @@ class Total(WarpKernel):
         return f"{self.family}_total_{self.dtype}{values}"
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of results (T, H), results of values (T*K,), regions of the ranks (P,)
-        int64, control (`CONTROL_WORDS`,) int32, this rank, N, K, first bytes of the parts and of the values in a
-        region, the time-out in nanoseconds, and CTAs.
+        """Compile without a GPU; a function of rows (R, H), rows of the slots of this rank's tokens (N*K,) int64,
+        results (T, H), results of values (T*K,), regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32,
+        this rank, N, K, first bytes of the parts and of the values in a region, the time-out in nanoseconds, and CTAs.
         """
+        columns = cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
-            fake_matrix(self.dtype, cute.sym_int(), cute.sym_int(divisibility=VECTOR)),
-            fake_vector(self.values or "fp32", cute.sym_int()), fake_vector("int64", cute.sym_int()),
-            fake_vector("int32", cute.sym_int()), *[Int32(0)] * 3, *[Int64(0)] * 3, Int32(1),
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int64", cute.sym_int()),
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector(self.values or "fp32", cute.sym_int()),
+            fake_vector("int64", cute.sym_int()), fake_vector("int32", cute.sym_int()), *[Int32(0)] * 3,
+            *[Int64(0)] * 3, Int32(1),
         )  # fmt: skip
 
     @cute.jit
     def __call__(
-        self, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience, ctas, stream
-    ):
-        self.kernel(out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience).launch(
-            grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
-        )
+        self, own, row_of_slot, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience,
+        ctas, stream,
+    ):  # fmt: skip
+        self.kernel(
+            own, row_of_slot, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience
+        ).launch(grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)
 
     @cute.kernel
-    def kernel(self, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience):
+    def kernel(
+        self, own, row_of_slot, out, out_values, peers, control, rank, rows, chosen, at_parts, at_values, patience
+    ):
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
         thread, _, _ = cute.arch.thread_idx()
@@ -78,7 +86,8 @@ class Total(WarpKernel):
         for unit in cutlass.range(cta * WARPS + warp, out.shape[0] * blocks, ctas * WARPS, unroll=1):
             token = unit // blocks
             column = (unit - token * blocks) * LANES + lane
-            self.sum_parts(out, parts, token, column, vectors, ranks)
+            total = self.sum_slots(own, row_of_slot, chosen, token, column, vectors)
+            self.sum_parts(out, parts, total, rank, token, column, vectors, ranks)
         if const_expr(self.values is not None):
             pointer = cute.make_ptr(
                 out_values.element_type, peers[rank] + at_values, cute.AddressSpace.gmem, assumed_align=4
@@ -95,8 +104,28 @@ class Total(WarpKernel):
             complete(control, peers, rank, exchange)
 
     @cute.jit
-    def sum_parts(self, out, parts, token, column, vectors, ranks):
-        """Sum 8 columns of a token per lane."""
+    def sum_slots(self, own, row_of_slot, chosen, token, column, vectors):
+        """Return the part of this rank: 8 columns of a token per lane, rounded, in fp32."""
+        lane = cute.arch.lane_idx()
+        row_of_lane = own.shape[0]
+        if lane < chosen:
+            row_of_lane = Int32(row_of_slot[token * chosen + lane])
+        loaded = [cute.make_rmem_tensor((VECTOR,), own.element_type) for _ in range(SLOTS)]
+        for i in cutlass.range_constexpr(SLOTS):
+            row = cute.arch.shuffle_sync(row_of_lane, i)
+            loaded[i].fill(0.0)
+            if column < vectors and row < own.shape[0]:
+                cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (column,)), loaded[i])
+        total = cute.make_rmem_tensor((VECTOR,), Float32)
+        total.fill(0.0)
+        for i in cutlass.range_constexpr(SLOTS):  # in the order of `SumSlots`
+            total.store(total.load() + loaded[i].load().to(Float32))
+        total.store(total.load().to(own.element_type).to(Float32))
+        return total
+
+    @cute.jit
+    def sum_parts(self, out, parts, own, rank, token, column, vectors, ranks):
+        """Sum 8 columns of a token per lane, of which this rank's part is ``own``."""
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
         for first in cutlass.range(0, ranks, AT_ONCE, unroll=1):
@@ -108,6 +137,8 @@ class Total(WarpKernel):
             for i in cutlass.range_constexpr(AT_ONCE):
                 if first + i < ranks:
                     values = loaded[i].load().to(Float32)
+                    if first + i == rank:
+                        values = own.load()
                     if first + i == 0:
                         total.store(values)
                     else:
