@@ -34,7 +34,7 @@ from fusedmoe.base.lasting import current_stream, external_stream
 from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, END, PULL_WARPS, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, COPY_WARPS, END, REPORT, TELL
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -262,7 +262,7 @@ class _Pulled(Pending):
     - ``ids``: see `Wanted`.
     """
 
-    arrivals = PULL_SMS * PULL_WARPS
+    arrivals = PULL_SMS * COPY_WARPS
 
     def __init__(self, gather: _Gather, channel: Channel, results: list[Tensor], ids: Tensor) -> None:
         super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])

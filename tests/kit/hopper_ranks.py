@@ -17,7 +17,7 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, DONE, NUMBER, PULL_WARPS, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, COPY_WARPS, DONE, NUMBER, READY, TELL
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
 BF16 = torch.bfloat16
@@ -210,30 +210,28 @@ def bind_pull(like, every, chosen, here, at_rows, sms):
             wanted = ((ids[there] >= 0) & (ids[there] < here)).any(1)
             rows[there][wanted] = exchange.at(source, at_rows, shape, rows.dtype)[wanted]
             if words is not None:
-                assert words[step, -1] == -sms * PULL_WARPS
+                assert words[step, -1] == -sms * COPY_WARPS
                 words[step, -1] = 0
         exchange.end()
 
     return run
 
 
-def bind_push(rows, row_of_slot, values, at_parts, at_values, sms):
-    from kit.sm90_stand_ins import bind_slot_values, bind_sum_slots
+def bind_push(sums, row_of_slot, values, at_parts, at_values, sms):
+    from kit.sm90_stand_ins import bind_slot_values
 
-    def run(region, rows, row_of_slot, values, begin, end):
+    def run(region, sums, values, row_of_slot, begin, end):
         exchange, rank, (every, chosen) = Exchange(region), region.rank, row_of_slot.shape
         each = every // exchange.ranks
         exchange.begin()
         for step in range(begin, end):
             to = (rank - step) % exchange.ranks
-            slots = row_of_slot[to * each : (to + 1) * each]
+            there = slice(to * each, (to + 1) * each)
             if step:
-                shape = exchange.ranks, each, rows.shape[1]
-                exchange.at(to, at_parts, shape, rows.dtype)[rank] = bind_sum_slots(rows, slots, None)(
-                    rows, slots, None
-                )
+                shape = exchange.ranks, each, sums.shape[1]
+                exchange.at(to, at_parts, shape, sums.dtype)[rank] = sums[there]
             if values is not None:
-                shape = exchange.ranks, each, chosen
+                shape, slots = (exchange.ranks, each, chosen), row_of_slot[there]
                 exchange.at(to, at_values, shape, values.dtype)[rank] = bind_slot_values(values, slots)(values, slots)
             exchange.tell(READY, [to])
 

@@ -9,7 +9,7 @@ from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, DONE, END, NUMBER, PULL_WARPS, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, DONE, END, NUMBER, READY, TELL
 
 BF16 = torch.bfloat16
 SMS = 2
@@ -76,7 +76,7 @@ def test_gather(ranks, rows, chosen, number):
             pull = functions.bind_pull(got, ranks * rows, chosen, EXPERTS_HERE, at[0][2], SMS)
             assert world.memory[r][NUMBER] == number
             pull(world.of[r], got, ids, words)
-            assert words[1:, -1].tolist() == [SMS * PULL_WARPS] * (ranks - 1)
+            assert words[1:, -1].tolist() == [SMS * COPY_WARPS] * (ranks - 1)
             assert not words[0].any()
             assert not words[:, :-1].any()
             for q in range(ranks):
@@ -139,10 +139,13 @@ def test_return(ranks, valued):
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, at[1], -1)
         for r in range(ranks):
-            push = functions.bind_push(given[r], slots[r], values[r], at_parts, at_values, SMS)
+            sums = torch.cat(
+                [part(r, q) if q != r else torch.full((rows, columns), torch.nan, dtype=BF16) for q in range(ranks)]
+            )
+            push = functions.bind_push(sums, slots[r], values[r], at_parts, at_values, SMS)
             for begin, end in [(0 if valued else 1, 2), (2, ranks)]:
                 if begin < end:
-                    push(world.of[r], given[r], slots[r], values[r], begin, end)
+                    push(world.of[r], sums, values[r], slots[r], begin, end)
         for q in range(ranks):
             others = [0] * ranks
             if not valued:

@@ -28,7 +28,7 @@ LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a
 QUICK_US = 6.0  # of the same, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
-TFLOPS, DERIVATIVE_TFLOPS = 550, 300
+TFLOPS, DERIVATIVE_TFLOPS, MEMORY_GB_S = 550, 300, 3000
 MARGIN = 1.15
 TILE = 128  # rows
 
@@ -53,12 +53,16 @@ def experts_beside(
     - ``row_flops``, ``tflops``: the operations of a row of the product, and its speed.
     """
     ranks = expert_parallel.ranks
-    each, hiding = tokens // ranks, ranks - 1 if expert_parallel.engine.by_kernels else 1
+    each, of_rank = tokens // ranks, tokens * chosen / (ranks * ranks * experts)  # rows of a rank, of an expert too
     exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
-    rows = hiding * (each * chosen / (ranks * experts) - TILE / 2)  # in tiles that have no other rows
-    if rows <= hiding * TILE / 2:
+    if expert_parallel.engine.by_kernels:  # rows in tiles without a row of the last rank
+        rows = max((ranks - 1) * of_rank - TILE, TILE / 2)
+    elif of_rank <= TILE:
         return experts
-    return min(experts, math.ceil(MARGIN * exchange_us / (rows * row_flops / tflops / 1e6)))
+    else:
+        rows = of_rank - TILE / 2  # in tiles that have no other rows
+    weight_us = row_flops / MEMORY_GB_S / 1e3  # an element of the weight is two operations of a row, and two bytes
+    return min(experts, math.ceil(MARGIN * exchange_us / max(rows * row_flops / tflops / 1e6, weight_us)))
 
 
 def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_flops: int, tflops: int) -> float:
@@ -275,7 +279,12 @@ class ReturnsByKernels(Returns):
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
         self.first = 0 if values is not None else 1
-        self.push = exchange_functions.bind_push(rows, row_of_slot, values, at_parts, at_values, PUSH_SMS)
+        self.sums = {  # by the number of tokens
+            count * each: slot_functions.bind_sum_slots(rows, row_of_slot[: count * each], None)
+            for count in range(1, self.ranks)
+        }
+        like = rows.new_empty(0, columns)
+        self.push = exchange_functions.bind_push(like, row_of_slot, values, at_parts, at_values, PUSH_SMS)
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
 
@@ -283,6 +292,15 @@ class ReturnsByKernels(Returns):
         if us < LEAST_US:
             return [self.steps]
         return [range(step, step + 1) for step in self.steps]
+
+    def tokens_of(self, steps: range) -> list[slice]:
+        """Return the places of the tokens of the ranks of some steps, in one piece or two."""
+        each, first, last = self.every // self.ranks, self.rank - steps.stop + 1, self.rank - steps.start
+        if first < 0 <= last:
+            pieces = [(0, last), (first + self.ranks, self.ranks - 1)]
+        else:
+            pieces = [(first % self.ranks, last % self.ranks)]
+        return [slice(begin * each, (end + 1) * each) for begin, end in pieces]
 
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
@@ -294,15 +312,19 @@ class _Pushed:
     """One call of `ReturnsByKernels`."""
 
     def __init__(self, returns: ReturnsByKernels, rows: Tensor, row_of_slot: Tensor, values: Tensor | None) -> None:
-        self._returns, self._given = returns, (rows, row_of_slot, values)
+        self._returns, self._given = returns, (rows, values, row_of_slot)
         self._channel = returns.engine.channel(returns.nbytes, returns.device)
+        self._sums = rows.new_empty(returns.every, rows.shape[1])  # not of this rank's tokens
 
     def leave(self, steps: range) -> None:
-        begin = self._returns.first if steps.start == 1 else steps.start
-        self._returns.push(self._channel.region, *self._given, begin, steps.stop)
+        returns, (rows, values, row_of_slot) = self._returns, self._given
+        for there in returns.tokens_of(steps):
+            returns.sums[there.stop - there.start](rows, row_of_slot[there], None, None, self._sums[there])
+        begin = returns.first if steps.start == 1 else steps.start
+        returns.push(self._channel.region, self._sums, values, row_of_slot, begin, steps.stop)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        returns, (rows, row_of_slot, _) = self._returns, self._given
+        returns, (rows, _, row_of_slot) = self._returns, self._given
         return returns.total(self._channel.region, rows, row_of_slot[returns.own])
 
 

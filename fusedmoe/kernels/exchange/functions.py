@@ -21,11 +21,10 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
 from fusedmoe.kernels.rows.move.functions import NAMES
-from fusedmoe.kernels.rows.move.slot_functions import no_scale, slots_at_once
 
 MOST_CHOSEN = 32  # a lane of a warp each
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
-SEND_CTAS, TOTAL_CTAS = 128, 264  # those of `Send` are resident together on every Hopper GPU
+SEND_CTAS, TOTAL_CTAS = 128, 1056  # those of `Send` are resident together on every Hopper GPU
 
 
 class Region(NamedTuple):
@@ -139,7 +138,7 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
     """End a gather: of ``(region, rows, ids, words)``, read the rows of other ranks that have an expert here.
 
     ``rows`` (P*N, H) and ``ids`` (P*N, K) int32 are those of `bind_send`. With ``words``, a matrix (P, W) int32 with
-    one line per step, the last element of line s grows by ``sms * PULL_WARPS`` when the rows of rank ``this rank + s``
+    one line per step, the last element of line s grows by ``sms * COPY_WARPS`` when the rows of rank ``this rank + s``
     are there; a product may begin beside the kernel.
 
     - ``like``: a tensor of the dtype of the rows, on their device.
@@ -164,16 +163,17 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
 
 
 def bind_push(
-    rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int
+    sums_AH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int
 ) -> Callable[..., None]:
-    """Begin a return: of ``(region, rows, row_of_slot, values, begin, end)``, store the sums over the slots of other
-    ranks' tokens in their memory.
+    """Begin a return: of ``(region, sums, values, row_of_slot, begin, end)``, copy the sums for the tokens of other
+    ranks to their memory; a product may begin beside the kernel.
 
     Step s is for rank ``this rank - s``; the kernel runs the steps from ``begin`` to before ``end``. Every step from 1
     to P - 1 runs once, and with values also step 0.
 
-    - ``row_of_slot_AK``: (P*N, K) int64, R for a sentinel; K is at most `limits.MOST_SLOTS_BESIDE`.
-    - ``values_R``: (R,), values that are stored per slot, zero for a sentinel.
+    - ``sums_AH``: (P*N, H), contiguous, by the ranks of the tokens.
+    - ``values_R``: (R,), values of rows that are stored per slot, zero for a sentinel, or None.
+    - ``row_of_slot_AK``: (P*N, K) int64, R for a sentinel.
     - ``at_parts``, ``at_values``: the first byte of the parts (P, N, H), and of the values (P, N, K), in a region.
     - ``sms``: the SMs of the kernel, an even number.
     """
@@ -181,15 +181,15 @@ def bind_push(
 
     every, chosen = row_of_slot_AK.shape
     values = None if values_R is None else NAMES[values_R.dtype]
-    kernel = load(Push(NAMES[rows_RH.dtype], slots_at_once(chosen), values=values, arch=kernel_arch(rows_RH.device)))
-    no_values = no_scale(rows_RH.shape[0], rows_RH.device)
+    kernel = load(Push(NAMES[sums_AH.dtype], values, arch=kernel_arch(sums_AH.device)))
+    no_values = unread(sums_AH.device, torch.float32, 1)
 
     def run(
-        region: Region, rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, begin: int, end: int
+        region: Region, sums_AH: Tensor, values_R: Tensor | None, row_of_slot_AK: Tensor, begin: int, end: int
     ) -> None:
         peers, control, rank, patience = region
         kernel(
-            rows_RH, row_of_slot_AK.view(-1), no_values if values_R is None else values_R, peers, control, rank,
+            sums_AH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1), peers, control, rank,
             every // peers.shape[0], chosen, begin, end, at_parts, at_values, patience, sms,
         )  # fmt: skip
 

@@ -7,4 +7,4 @@ CONTROL_WORDS = 128
 REPORT = CONTROL_WORDS - 2  # and the next word: an address
 CONTROL_BYTES = 4 * CONTROL_WORDS
 BEGIN, TELL, END = range(3)  # phases of `Signal`
-PULL_WARPS = 8  # per CTA of `Pull`: each adds 1 to a word when its rows of a rank are there
+COPY_WARPS = 8  # per CTA of `Pull` and `Push`; each of `Pull` adds 1 to a word when its rows of a rank are there

@@ -189,8 +189,7 @@ def shipped() -> tuple[Kernel, ...]:
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
-    kernels += [RowRanges(), Signal(), Send("bf16"), Pull("bf16"), Total("bf16"), Total("bf16", "fp32")]
-    kernels += [Send("bf16", index) for index in ("int32", "int64")]
-    kernels += [Push("bf16", slots, values=values) for slots in SLOTS for values in (None, "fp32")]
+    kernels += [RowRanges(), Signal(), Send("bf16"), Pull("bf16"), Push("bf16"), Push("bf16", "fp32")]
+    kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

@@ -85,21 +85,12 @@ class SumOnFewSms(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        staged = self.allocate(rows, warp)
-        self.sum_tokens(rows, row_of_slot, addend, out, chosen, cta * WARPS + warp, ctas * WARPS, staged)
-
-    def allocate(self, rows, warp):
-        """The stages of a lane."""
-        layout = cute.make_layout((VECTOR, LANES, self.copies, self.stages, WARPS))
-        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)
-        return staged[None, cute.arch.lane_idx(), None, None, warp]
-
-    @cute.jit
-    def sum_tokens(self, rows, row_of_slot, addend, out, chosen, token, stride, staged):
-        """A warp's share of the tokens: from ``token`` on, every ``stride``-th one."""
         lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        layout = cute.make_layout((VECTOR, LANES, self.copies, self.stages, WARPS))
+        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)[None, lane, None, None, warp]
         blocks = cute.ceil_div(out.shape[1], VECTOR * LANES * self.vectors)
+        token, stride = cta * WARPS + warp, ctas * WARPS
         walk = Walk(out.shape[0], stride, out.shape[1] // VECTOR, blocks)
         steps = cute.ceil_div(out.shape[0] - token, stride) * blocks
         ahead, now = (token, Int32(0)), (token, Int32(0))
@@ -114,7 +105,6 @@ class SumOnFewSms(WarpKernel):
                 cute.arch.cp_async_wait_group(self.stages - 1)
                 self.add(out, walk, now, lane, staged, at)
                 now, at = advance(walk, now), self.next_stage(at)
-        cute.arch.cp_async_wait_group(0)  # the stages may be written again
 
     def next_stage(self, stage):
         return cutlass.select_(stage == self.stages - 1, Int32(0), stage + 1)
