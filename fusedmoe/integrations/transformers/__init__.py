@@ -7,6 +7,7 @@
 
 Parameters, ``state_dict``, router and auxiliary losses do not change.
 
+- `register_expert_parallel` lets `ExpertParallel` exchange the tokens of a model that transformers shards.
 - `patch_routers` runs the model's routers in one chain with the experts, where `Router` chooses the same experts.
 - The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
@@ -31,12 +32,14 @@ from torch import Tensor, nn
 from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.extras import install_command
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.group import OverflowPolicy
 from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.transformers import expert_modules, routers
 from fusedmoe.integrations.transformers.dense import patch_dense as patch_dense
 from fusedmoe.integrations.transformers.dense import unpatch_dense as unpatch_dense
 from fusedmoe.integrations.transformers.expert_modules import (
+    RANKS,
     TOP_K,
     experts_of,
     is_llama4,
@@ -122,6 +125,15 @@ def register_expert_parallel(
     expert_parallel.add(name, settings, runs_here)
 
 
+def expert_parallel_of(model: nn.Module) -> ExpertParallel | None:
+    """Return the `ExpertParallel` of a model's experts, for its `check` and `dropped`; None if they have none.
+
+    The layers of a model count slots without a row together.
+    """
+    found = (vars(module).get(RANKS) for module in MODULE("expert_parallel_of: model", model).modules())
+    return next((ranks for ranks in found if ranks is not None), None)
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
@@ -201,7 +213,11 @@ def explain(
     x = torch.zeros(tokens, weight.shape[1], dtype=dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
     weights = torch.ones(tokens, chosen, dtype=torch.float32, **how)
-    routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number_of_all_experts(module), "expert_weight": weights}
+    routed: dict[str, Any] = {
+        "arch": arch,
+        "expert_index": slots % number_of_all_experts(module),
+        "expert_weight": weights,
+    }
     with_router = routers.explained(module, experts, x, **routed)
     return with_router or experts.chain.explain_with(parameters, x, **routed)
 

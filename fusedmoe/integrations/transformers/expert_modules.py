@@ -127,7 +127,9 @@ def _new_experts(module: nn.Module) -> Experts:
     if _runs_as_stock(module, layout):
         if RANKS in module.__dict__:
             remedy = "or pass ep_implementation='all_to_all'"
-            raise InputError(f"{runs_as_stock(module, layout)}, {remedy}, since fusedmoe exchanges the tokens of its own chains")
+            raise InputError(
+                f"{runs_as_stock(module, layout)}, {remedy}, since fusedmoe exchanges the tokens of its own chains"
+            )
         say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
         return Experts(Sequential(), layout, *depends_on, _stock(module))
     chain, router = _chain(module, layout), module.__dict__.get(ROUTER)

@@ -36,7 +36,7 @@ def add(name: str, settings: dict[str, Any], runs_here: Callable[[nn.Module], bo
     EPImplementationInterface.register(name, made)
 
 
-class Exchange(EPImplementation):  # type: ignore[misc]
+class Exchange(EPImplementation):
     """``y[t] = sum over k of w[t, k] * expert[index[t, k]](x[t])``, with the experts of all ranks of the mesh "ep".
 
     The ranks of the mesh "tp" hold the same tokens. Each of them exchanges its slice of these, so that an expert
