@@ -18,6 +18,7 @@ from fusedmoe.expert_parallel import allgather, alltoall, symmetric  # noqa: F40
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
+from fusedmoe.expert_parallel.subgroup import group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,7 +41,7 @@ class ExpertParallel:
     experts per token must be the same.
 
     If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
-    constructor makes a gloo group of the same ranks: every rank of the group must call it.
+    first constructor makes a gloo group of the same ranks: every rank of the group must call it.
 
     Parameters
     ----------
@@ -305,6 +306,5 @@ def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        ranks = dist.get_process_group_ranks(group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)  # type: ignore[no-any-return]
+        return group_of(dist.get_process_group_ranks(group), "gloo")
     return group

@@ -22,6 +22,7 @@ from fusedmoe.base.checks import MODULE, number
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel.group import ExpertParallel
 from fusedmoe.expert_parallel.scaler import check_scaler
+from fusedmoe.expert_parallel.subgroup import group_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -178,7 +179,7 @@ def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
     if len(members) == ep.ranks:
         return None
     same = [member for member, number in zip(members, numbers, strict=True) if number == ep.rank]
-    return dist.new_group(same, use_local_synchronization=True)  # type: ignore[no-any-return]
+    return group_of(same)
 
 
 class Averaged:

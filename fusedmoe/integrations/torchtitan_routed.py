@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.fusion.report.data import Explanation
+from fusedmoe.integrations.ranks_of_mesh import ranks_of
 from fusedmoe.integrations.torchtitan import WithChain, experts
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.ops import Combine, Dispatch, Op, Scale
@@ -90,11 +90,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
-            made = _of_mesh.setdefault(mesh, {})
-            settings = self.engine, self.max_tokens
-            if settings not in made:
-                made[settings] = ExpertParallel(mesh, self.engine, max_tokens=self.max_tokens)
-            self.expert_parallel = made[settings]
+            self.expert_parallel = ranks_of(mesh, engine=self.engine, max_tokens=self.max_tokens)
             self.forget_chain()
 
     def explain_rows(self, rows: int, arch: int | str | None = None) -> Explanation:
@@ -124,10 +120,6 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
             ops[name] = op
         ops["combine"] = Combine("probs" if bias else None, expert_parallel=ep)
         return Sequential(ops)
-
-
-# of all layers of a model: an object has buffers, and may have a process group of its own
-_of_mesh: WeakKeyDictionary[Any, dict[tuple[str, int | None], ExpertParallel]] = WeakKeyDictionary()
 
 
 @override(target=RoutedExperts.Config, description="Experts and their exchange of tokens by fusedmoe.")  # type: ignore[untyped-decorator]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.expert_parallel_ranks import compared
+from kit.two_ranks import in_ranks
 from torch import distributed as dist
 
 import fusedmoe as fm
@@ -117,27 +119,84 @@ def test_the_story(capsys):
     assert printed.endswith(f"{explained[-1]}\n")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
-@pytest.mark.distributed
-def test_two_ranks_share_the_experts():
+needs_distributed = pytest.mark.skipif(not dist.is_available(), reason="torch is built without distributed")
+
+
+def on_two_ranks(name, *options):
+    """The output of an example under torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["GLOO_SOCKET_IFNAME"] = "lo"
-    found = subprocess.run(
-        [*command, str(EXAMPLES / "expert_parallel.py")], env=environment, capture_output=True, text=True, timeout=120
-    )
+    script = [str(EXAMPLES / f"{name}.py"), *options]
+    found = subprocess.run([*command, *script], env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
-    assert "rank 0 of 2" in found.stdout
-    assert "on cpu: 4 of 8 experts per rank" in found.stdout
-    steps = re.findall(r"step +\d+: loss (\S+), rows per expert \[(.*)\]", found.stdout)
+    return found.stdout
+
+
+@pytest.mark.slow
+@needs_distributed
+@pytest.mark.distributed
+def test_two_ranks_share_the_experts():
+    printed = on_two_ranks("expert_parallel")
+    assert "rank 0 of 2" in printed
+    assert "on cpu: 4 of 8 experts per rank" in printed
+    steps = re.findall(r"step +\d+: loss (\S+), rows per expert \[(.*)\]", printed)
     losses, loads = [float(loss) for loss, _ in steps], [[int(n) for n in load.split(",")] for _, load in steps]
     assert len(losses) == 30
     assert losses[-1] < losses[0] / 3
     assert sum(loads[0]) == 2 * (96 + 112)  # two experts for each token of both ranks
-    last = re.search(r"one process with all tokens: loss (\S+), difference (\S+)", found.stdout)
+    last = re.search(r"one process with all tokens: loss (\S+), difference (\S+)", printed)
     assert float(last[1]) == pytest.approx(losses[-1], abs=2e-4)
     assert float(last[2]) < 1e-4
+
+
+def losses_in(printed):
+    return [float(loss) for loss in re.findall(r"^step +\d+: loss (\S+), busiest expert \S+x its share", printed, re.M)]
+
+
+def test_a_step_for_a_cuda_graph(capsys, monkeypatch):
+    module = example("cuda_graph_training")
+    assert module.main(["--steps", "40", "--layers", "1"]) == 0
+    losses = losses_in(capsys.readouterr().out)
+    assert losses[0] > 5.5  # about log(256)
+    assert losses[-1] < losses[0] - 2
+    assert module.main(["--compare", "3", "--layers", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 3 steps differ" in printed
+    first, second = losses_in(printed)[:3], losses_in(printed)[3:]
+    assert first == second
+    assert len({*first}) == 3
+    monkeypatch.setattr(module.Trainer, "begin_again", lambda _: None)
+    assert module.main(["--compare", "2", "--layers", "1"]) == 1
+    assert "2 of 2 steps differ" in capsys.readouterr().out
+
+
+@needs_distributed
+@pytest.mark.distributed
+def test_a_step_for_a_cuda_graph_on_two_ranks():
+    printed = on_two_ranks("cuda_graph_training", "--compare", "2")
+    assert "0 of 2 steps differ" in printed
+    assert len(losses_in(printed)) == 4
+
+
+@needs_distributed
+@pytest.mark.distributed
+@in_ranks("ranks")
+def test_gradients_for_a_cuda_graph_are_those_of_one_process(rank):
+    module = example("cuda_graph_training")
+    module.BALANCE = 0.0  # the mean of this loss over ranks is not that of all tokens
+    ep = fm.ExpertParallel(engine="allgather", max_tokens=module.BATCH * module.CONTEXT)
+    ours, whole = (module.Trainer(1, 8, torch.device("cpu"), ranks) for ranks in (ep, None))
+    generator = torch.Generator().manual_seed(0)
+    whole.ids = torch.randint(256, (2, 2 * module.BATCH, module.CONTEXT), generator=generator)
+    ours.ids = whole.ids.chunk(2, dim=1)[rank]
+    loads = [trainer.gradients()[1] for trainer in (ours, whole)]
+    experts = fm.expert_parallel.shards(ours.model)
+    assert len(experts) == 2
+    want = {name: p.grad.chunk(2)[rank] if name in experts else p.grad for name, p in whole.model.named_parameters()}
+    compared({name: p.grad for name, p in ours.model.named_parameters()}, want, within=1e-5)
+    assert all(grad.any() for grad in want.values())
+    assert torch.equal(ep.sum_over_ranks(loads[0]), loads[1])
 
 
 def test_lora_learns(capsys):

@@ -369,6 +369,24 @@ def test_main_grad(four):
 
 
 @in_ranks("four")
+def test_ranks_that_have_made_different_numbers_of_groups(rank):
+    """They have the same groups of replicas and of hosts. torch names a group after the number of those before it."""
+    groups(rank)
+    without_hosts = dist.new_group(backend="cuda:gloo")  # as NCCL alone: no collectives of CPU tensors
+    more = [dist.new_group([rank], use_local_synchronization=True) for _ in range(rank)]
+    ep = fm.ExpertParallel(without_hosts)
+    assert ep.most_tokens(rank + 5) == SIZE + 4
+    assert fm.ExpertParallel(without_hosts)._of_hosts is ep._of_hosts
+    model = make(groups(rank).two)
+    ep_of.average_gradients(model)
+    weight = model.second.experts.down.weight
+    (weight.sum() * (rank + 1)).backward()
+    assert weight.grad.unique().item() == (rank + 1 + (rank + 2) % SIZE + 1) / SIZE  # of this rank and its replica
+    for group in more:
+        dist.destroy_process_group(group)
+
+
+@in_ranks("four")
 def test_what_cannot_be_averaged(rank):
     every = groups(rank)
     inner = make(every.four)

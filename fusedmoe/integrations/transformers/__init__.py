@@ -7,6 +7,7 @@
 
 Parameters, ``state_dict``, router and auxiliary losses do not change.
 
+- `register_expert_parallel` lets `ExpertParallel` exchange the tokens of a model that transformers shards.
 - `patch_routers` runs the model's routers in one chain with the experts, where `Router` chooses the same experts.
 - The function between the two products of the experts is fused if `gates` recognises it; otherwise it runs unfused.
 - Llama-4's experts are not in transformers' experts interface; use `patch_llama4`.
@@ -31,25 +32,30 @@ from torch import Tensor, nn
 from fusedmoe.base.checks import FLAG, MODULE, POSITIVE_INTEGER, TEXT
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.extras import install_command
+from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.expert_parallel.group import OverflowPolicy
 from fusedmoe.fusion.report.data import Explanation
 from fusedmoe.integrations.transformers import expert_modules, routers
 from fusedmoe.integrations.transformers.dense import patch_dense as patch_dense
 from fusedmoe.integrations.transformers.dense import unpatch_dense as unpatch_dense
 from fusedmoe.integrations.transformers.expert_modules import (
+    RANKS,
+    TOP_K,
     experts_of,
     is_llama4,
     is_quantized,
     layout_of,
+    number_of_all_experts,
     number_of_experts,
     parameters_of,
     runs_as_stock,
 )
+from fusedmoe.integrations.transformers.expert_modules import top_k_of as top_k_of
 from fusedmoe.integrations.transformers.router_kinds import class_in_transformers
 from fusedmoe.layers.explain_model import register_explainer, register_reason_for_router
 from fusedmoe.ops import Op
 
 NAME = "fusedmoe"
-_TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"  # names of K in configurations
 
 
 def register(name: str = NAME) -> None:
@@ -72,6 +78,62 @@ def register(name: str = NAME) -> None:
     FP8ExpertsInterface.register(name, experts_forward)
 
 
+def register_expert_parallel(
+    name: str = NAME,
+    engine: str = "auto",
+    *,
+    max_tokens: int | None = None,
+    capacity: float | None = None,
+    overflow: OverflowPolicy = "raise",
+    combine_dtype: torch.dtype | None = None,
+    dispatch_dtype: torch.dtype | None = None,
+    timeout_s: float = 600.0,
+) -> None:
+    """Add ``ep_implementation=name`` to transformers' ``DistributedConfig``: `ExpertParallel` exchanges the tokens.
+
+    Call `register` too, and load the model with the experts implementation that it adds. A model is loaded with the
+    settings of the last call for this name.
+
+        DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="fusedmoe")
+
+    The ranks that share the experts exchange their tokens. With ``tp_size`` over 1, ``tp_size`` ranks hold the same
+    tokens, and each of them exchanges a slice of these. transformers shards the experts and averages their gradients.
+
+    Raises `ImportError`: transformers has no registry of expert parallelism; 5.24 has one. `ExpertParallel` checks the
+    settings when a model is loaded.
+
+    Parameters
+    ----------
+    name
+        Name of the implementation.
+    engine, max_tokens, capacity, overflow, combine_dtype, dispatch_dtype, timeout_s
+        As for `ExpertParallel`. The tokens of a rank are those of its slice.
+    """
+    TEXT("register_expert_parallel: name", name)
+    try:
+        # here, since it imports transformers
+        from fusedmoe.integrations.transformers import expert_parallel
+    except ImportError as error:
+        raise ImportError(
+            "register_expert_parallel() needs a transformers with EPImplementationInterface, such as 5.24: "
+            f"{install_command('transformers')}"
+        ) from error
+    settings = {
+        "engine": engine, "max_tokens": max_tokens, "capacity": capacity, "overflow": overflow,
+        "combine_dtype": combine_dtype, "dispatch_dtype": dispatch_dtype, "timeout_s": timeout_s,
+    }  # fmt: skip
+    expert_parallel.add(name, settings, runs_here)
+
+
+def expert_parallel_of(model: nn.Module) -> ExpertParallel | None:
+    """Return the `ExpertParallel` of a model's experts, for its `check` and `dropped`; None if they have none.
+
+    The layers of a model count slots without a row together.
+    """
+    found = (vars(module).get(RANKS) for module in MODULE("expert_parallel_of: model", model).modules())
+    return next((ranks for ranks in found if ranks is not None), None)
+
+
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
@@ -86,7 +148,8 @@ def experts_forward(
     hidden_states
         (T, H).
     top_k_index
-        (T, K) integers; ``num_experts`` for a slot of another rank.
+        (T, K) integers; ``num_experts`` for a slot of another rank. With `register_expert_parallel`, the experts of all
+        ranks.
     top_k_weights
         (T, K).
     """
@@ -141,7 +204,7 @@ def explain(
     if chosen is None:
         raise InputError(
             f"{type(module).__name__}: top_k: expected the number of experts per token, got None, and the model's "
-            f"configuration has none of {', '.join(_TOP_K)}"
+            f"configuration has none of {', '.join(TOP_K)}"
         )
     kind = weight.device.type
     autocast = kind != "meta" and torch.is_autocast_enabled(kind)
@@ -150,7 +213,11 @@ def explain(
     x = torch.zeros(tokens, weight.shape[1], dtype=dtype, **how)
     slots = torch.arange(tokens * chosen, device=weight.device).view(tokens, chosen)
     weights = torch.ones(tokens, chosen, dtype=torch.float32, **how)
-    routed: dict[str, Any] = {"arch": arch, "expert_index": slots % number, "expert_weight": weights}
+    routed: dict[str, Any] = {
+        "arch": arch,
+        "expert_index": slots % number_of_all_experts(module),
+        "expert_weight": weights,
+    }
     with_router = routers.explained(module, experts, x, **routed)
     return with_router or experts.chain.explain_with(parameters, x, **routed)
 
@@ -161,12 +228,6 @@ def _dtype_of_rows(module: nn.Module, weight: Tensor) -> torch.dtype:
         return weight.dtype
     found = getattr(getattr(module, "config", None), "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.bfloat16
-
-
-def top_k_of(module: nn.Module) -> int | None:
-    """Return the experts per token from the configuration of an experts module; None if it has no such field."""
-    found = (getattr(owner, name, None) for owner in (module, getattr(module, "config", None)) for name in _TOP_K)
-    return next((k for k in found if isinstance(k, int)), None)
 
 
 def recognised(module: nn.Module) -> Op | None:

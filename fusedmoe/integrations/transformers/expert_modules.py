@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.log import say_once
+from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.integrations.transformers.gates import GATE, SETTINGS, RowLayout, functions_of, recognise, settings_of
 from fusedmoe.layers.sequential import Sequential
 from fusedmoe.numerics.formats import fp8_block
@@ -25,11 +26,13 @@ logger = logging.getLogger(__name__)
 # in the module's __dict__, not submodules, so that the state_dict does not include them
 OPS = "_fusedmoe_experts"
 ROUTER = "_fusedmoe_router"  # of a router that `patch_routers` has patched, and of its experts
+RANKS = "_fusedmoe_ranks"  # the `ExpertParallel` of experts that exchange their tokens themselves
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # of weights that are not quantized
 _LAYOUT_SETTINGS = (
     "num_experts", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated",
     "activation_scheme", "block_size",
 )  # fmt: skip
+TOP_K = "num_experts_per_tok", "top_k_experts", "moe_topk"  # names of K in configurations
 
 
 class Layout(NamedTuple):
@@ -122,6 +125,11 @@ def _new_experts(module: nn.Module) -> Experts:
         names, settings_of(module, names), functions_of(module), _shapes_of(module, layout), weight_type, weight_dtype,
     )  # fmt: skip
     if _runs_as_stock(module, layout):
+        if RANKS in module.__dict__:
+            remedy = "or pass ep_implementation='all_to_all'"
+            raise InputError(
+                f"{runs_as_stock(module, layout)}, {remedy}, since fusedmoe exchanges the tokens of its own chains"
+            )
         say_once(logger, logging.WARNING, "%s", runs_as_stock(module, layout))
         return Experts(Sequential(), layout, *depends_on, _stock(module))
     chain, router = _chain(module, layout), module.__dict__.get(ROUTER)
@@ -139,6 +147,7 @@ def _chain(module: nn.Module, layout: Layout) -> Sequential:
             f"{type(module).__name__}: expected weights ({experts}, {factor} * I, H) and ({experts}, H, I), "
             f"got {up} and {down}"
         )
+    ranks = module.__dict__.get(RANKS)
     activation = recognised(module, layout)
     if activation is None:
         message = "%s: %s is none of the activations that can be fused, so it runs unfused between the two products"
@@ -150,14 +159,14 @@ def _chain(module: nn.Module, layout: Layout) -> Sequential:
         # checkpoints with scales that are powers of two, in E8M0, are for such scales of activations too
         how["weight_format"] = fp8_block(across=128, power_of_two=module.down_proj_scale_inv.dtype is not torch.float32)
     ops: dict[str, Any] = {
-        "dispatch": Dispatch(number_of_experts(module)),
+        "dispatch": Dispatch(number_of_all_experts(module), expert_parallel=ranks),
         "input": Scale("probs") if layout.scales_input else None,
         "gate_up": made_untraced(GroupedLinear, experts, hidden, wide, **how),
         "activation": activation or ModelFunction(module, activation_of),
         "weight": Scale("probs") if early and not layout.scales_input else None,
         "down": made_untraced(GroupedLinear, experts, intermediate, hidden, **how),
         "norm": ModelFunction(module, _norm) if layout.normed else None,
-        "combine": Combine(None if early or layout.scales_input else "probs"),
+        "combine": Combine(None if early or layout.scales_input else "probs", expert_parallel=ranks),
     }
     ops["gate_up"].transposed_grad = ops["down"].transposed_grad = layout.transposed
     return Sequential(OrderedDict((name, op) for name, op in ops.items() if op is not None)).without_parameters()
@@ -319,6 +328,18 @@ def _frozen(parameter: Any) -> Tensor:
 def number_of_experts(module: nn.Module) -> int:
     """Return the number of experts of this rank."""
     return int(module.num_experts)  # type: ignore[arg-type]
+
+
+def number_of_all_experts(module: nn.Module) -> int:
+    """Return the number of experts that the tokens of a module choose from: those of all ranks that share them."""
+    ranks: ExpertParallel | None = module.__dict__.get(RANKS)
+    return number_of_experts(module) * (1 if ranks is None else ranks.ranks)
+
+
+def top_k_of(module: nn.Module) -> int | None:
+    """Return the experts per token from the configuration of an experts module; None if it has no such field."""
+    found = (getattr(owner, name, None) for owner in (module, getattr(module, "config", None)) for name in TOP_K)
+    return next((k for k in found if isinstance(k, int)), None)
 
 
 def is_llama4(module: nn.Module) -> bool:
