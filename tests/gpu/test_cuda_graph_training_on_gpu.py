@@ -23,9 +23,10 @@ def test_replays_have_the_bits_of_eager_steps(ranks, recipe):
         pytest.skip(f"needs {ranks} GPUs")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, *([] if ranks == ALONE else torchrun), str(ROOT / "examples/cuda_graph_training.py")]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     found = subprocess.run(
         [*command, "--compare", str(STEPS), "--recipe", recipe],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=400, check=False,
+        env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"0 of {STEPS} steps differ" in found.stdout

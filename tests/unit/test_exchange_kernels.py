@@ -189,8 +189,19 @@ def test_signals():
     [((4, 16), torch.float32, 2, 2, "float32"), ((4, 12), BF16, 2, 2, "a multiple of 8"),
      ((4, 16), BF16, 33, 2, "33 ranks"), ((4, 16), BF16, 2, 33, "33 experts per token"), ((4, 16), BF16, 32, 32, None)],
 )  # fmt: skip
-def test_refusals(shape, dtype, ranks, chosen, message, monkeypatch):
-    monkeypatch.setattr(functions, "arch_of", lambda device: 90)
+def test_refusals(shape, dtype, ranks, chosen, message):
     reason = functions.why_not(torch.empty(shape, dtype=dtype), ranks, chosen)
     assert (reason is None) == (message is None)
     assert message is None or message in reason
+
+
+def test_machines(monkeypatch):
+    cpu = torch.device("cpu")
+    assert "it needs a GPU of sm_90" in functions.why_not_on(cpu)
+    monkeypatch.setattr(functions, "arch_of", lambda device: 80)
+    assert "cpu is sm_80" in functions.why_not_on(cpu)
+    monkeypatch.setattr(functions, "arch_of", lambda device: 90)
+    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
+    assert functions.why_not_on(cpu) == "it needs the packages nvidia-cutlass-dsl"
+    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: ())
+    assert functions.why_not_on(cpu) is None

@@ -23,7 +23,7 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
-PUSH_SMS = 16  # of the kernel that sums rows for other ranks, an even number
+PUSH_SMS = 12  # of the kernel that sums rows for other ranks, an even number
 LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
 QUICK_US = 6.0  # of the same, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
@@ -55,14 +55,15 @@ def experts_beside(
     ranks = expert_parallel.ranks
     each, of_rank = tokens // ranks, tokens * chosen / (ranks * ranks * experts)  # rows of a rank, of an expert too
     exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
-    if expert_parallel.engine.by_kernels:  # rows in tiles without a row of the last rank
-        rows = max((ranks - 1) * of_rank - TILE, TILE / 2)
+    row_us = row_flops / tflops / 1e6
+    if expert_parallel.engine.by_kernels:
+        weight_us = row_flops / MEMORY_GB_S / 1e3  # an element of the weight is two operations of a row, and two bytes
+        us = (ranks - 1) * max(of_rank * row_us, weight_us)  # few rows take as long as their weight
     elif of_rank <= TILE:
         return experts
     else:
-        rows = of_rank - TILE / 2  # in tiles that have no other rows
-    weight_us = row_flops / MEMORY_GB_S / 1e3  # an element of the weight is two operations of a row, and two bytes
-    return min(experts, math.ceil(MARGIN * exchange_us / max(rows * row_flops / tflops / 1e6, weight_us)))
+        us = (of_rank - TILE / 2) * row_us  # of tiles that have no other rows
+    return min(experts, math.ceil(MARGIN * exchange_us / us))
 
 
 def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_flops: int, tflops: int) -> float:

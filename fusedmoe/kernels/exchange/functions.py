@@ -51,12 +51,20 @@ def places(sizes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def why_not_on(device: torch.device) -> str | None:
+    """Return the reason why no kernel of this folder runs on a device; None if they do."""
+    arch = arch_of(device)
+    if arch not in (90, 100, 103):
+        return f"it needs a GPU of sm_90, sm_100 or sm_103, {device} is {'none' if arch is None else f'sm_{arch}'}"
+    if missing := toolkit.missing_packages():
+        return f"it needs the packages {', '.join(missing)}"
+    return None
+
+
 def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.float32) -> str | None:
     """Return the reason why no kernel of this folder takes rows (T, H) of this dtype and width, with K experts and
     weights of this dtype; None if they do, if the rows are `aligned`.
     """
-    if arch_of(rows.device) not in (90, 100, 103) or toolkit.missing_packages():
-        return "it needs an sm_90 GPU, and nvidia-cutlass-dsl"
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return f"rows in {rows.dtype}, expected bf16 or fp16"
     if rows.dim() != 2 or rows.shape[1] % 8:
