@@ -15,6 +15,7 @@ from fusedmoe.base.autocast import autocast_dtype
 from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import allgather, alltoall, symmetric  # noqa: F401  (their engines are now in ENGINES)
+from fusedmoe.expert_parallel.agreement import Agreement
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
@@ -80,8 +81,8 @@ class ExpertParallel:
         this rounding is the identity. Results and gradients of tokens return in the dtype of the rows. None: the rows
         travel as they are.
     timeout_s
-        Seconds that a rank waits for the others in an exchange of ``"symmetric"``. Other engines have the time-out of
-        the group.
+        Seconds that a rank waits for the others in an exchange of ``"symmetric"``, and that the hosts wait for each
+        other without ``max_tokens`` on one host. Other collectives have the time-out of the group.
     equal_experts
         Whether all ranks may have the same experts, as copies of a dense MLP. If not, the ranks compare a few values in
         some exchanges, and raise an error if they are equal, since a wrapper that takes experts for replicas may have
@@ -125,6 +126,7 @@ class ExpertParallel:
             raise InputError(f"{_WHO}: dispatch_dtype: expected {expected}, got {said(dispatch_dtype)}")
         self.dispatch_dtype: torch.dtype | None = dispatch_dtype
         self.timeout_s: float = POSITIVE(f"{_WHO}: timeout_s", timeout_s)
+        self._agreement = Agreement(self._of_hosts, self.timeout_s)
         self.equal_experts: bool = FLAG(f"{_WHO}: equal_experts", equal_experts)
         self.copies = Copies()
         self.engine: Engine = self._kind_of_engine(self.group, self.timeout_s)
@@ -188,10 +190,7 @@ class ExpertParallel:
         """
         if self.max_tokens is not None:
             return self.max_tokens
-        largest = torch.tensor([tokens], device="cpu")
-        with writes_no_weight(self._of_hosts, largest.device):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._of_hosts)
-        return int(largest)
+        return self._agreement.most(tokens)
 
     def compare_experts(self, x: Tensor) -> None:
         """Raise if something has copied the experts of one rank to all; called in each exchange of rows ``x``."""
