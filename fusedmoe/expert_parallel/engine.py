@@ -200,6 +200,12 @@ class Engine:
         """
         raise NotImplementedError
 
+    def sums_over_ranks(self, tensors: Sequence[Tensor], tokens: int) -> list[Tensor] | None:
+        """Return the sums over ranks, in fp32 and in the order of the ranks, of what `exchange` would return, for the
+        first rows of each rank, ``tokens``; None if the engine does not sum such tensors.
+        """
+        return None
+
     def channel(self, nbytes: int, device: torch.device) -> Any:
         """Return the channel of the next exchange, with the ``region`` that the kernels of `fusedmoe.kernels.exchange`
         take: of the same number of bytes on every rank, those of `places`. Only if the engine is ``by_kernels``.

@@ -30,11 +30,20 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.lasting import current_stream, external_stream
+from fusedmoe.base.lasting import current_stream, external_stream, lasting
 from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, COPY_WARPS, END, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import (
+    BEGIN,
+    CONTROL_BYTES,
+    CONTROL_WORDS,
+    COPY_WARPS,
+    END,
+    MOST_SLOTS,
+    REPORT,
+    TELL,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -78,6 +87,7 @@ class Symmetric(Engine):
         self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
         self._stream: int | None = None  # the stream of the last eager exchange
         self._gathers: dict[tuple[Any, ...], _Gather] = {}
+        self._sums: dict[tuple[Any, ...], _Sums] = {}
         self._bound_signal: Callable[[functions.Region, int], None] | None = None
         self._report: Tensor | None = None  # two words of the host's memory, see `REPORT`
         self._late: Any = (0, 0)  # the same
@@ -152,6 +162,21 @@ class Symmetric(Engine):
             result.copy_(channel.buffer.of_rank(self.rank, place, shape, result.dtype))
         self._signal(channel, END)
         return Pending(results, [nothing] * len(results))
+
+    def sums_over_ranks(self, tensors: Sequence[Tensor], tokens: int) -> list[Tensor] | None:
+        parts, *more = tensors
+        rows = len(parts) // self.ranks
+        key = tokens, rows, *[(t.dtype, t.shape[1:]) for t in tensors]
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = _Sums.of(self, parts, more, rows, tokens)
+        if sums.push is None or sums.total is None or not functions.aligned(parts) or not parts.is_contiguous():
+            return None
+        channel, own = self.channel(sums.nbytes, parts.device), slice(self.rank * rows, (self.rank + 1) * rows)
+        values = more[0].reshape(-1) if more else None
+        sums.push(channel.region, parts, values, sums.slots, 0 if more else 1, self.ranks)
+        y, of_values = sums.total(channel.region, parts[own], sums.own_slots)
+        return [y] if of_values is None else [y, of_values]
 
     # ---- channels
 
@@ -254,6 +279,40 @@ class _Gather(NamedTuple):
         places, nbytes = functions.places([x.itemsize * rows * x.shape[1]])
         send = functions.bind_send(x, None, None, engine.ranks, rows, experts)
         return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
+
+
+class _Sums(NamedTuple):
+    """The kernels of a return of parts that are sums already: a part is a row with one slot. ``push`` is None if they
+    do not take such parts.
+    """
+
+    nbytes: int = 0
+    push: Callable[..., Any] | None = None
+    total: Callable[..., Any] | None = None
+    slots: Tensor | None = None
+    own_slots: Tensor | None = None
+
+    @classmethod
+    def of(cls, engine: Symmetric, parts: Tensor, more: Sequence[Tensor], rows: int, tokens: int) -> _Sums:
+        values = more[0] if more else None
+        chosen = 1 if values is None else values.shape[1]
+        dtype = torch.float32 if values is None else values.dtype
+        if not rows or len(more) > 1 or chosen > MOST_SLOTS or functions.why_not(parts, engine.ranks, chosen, dtype):
+            return cls()
+        places, nbytes = functions.places([t.nbytes for t in (parts, *more)])
+        device, every = parts.device, len(parts)
+
+        def numbers() -> tuple[Tensor, Tensor]:
+            own = torch.full((rows, chosen), rows, device=device)  # no row, except of the first slot
+            own[:, 0] = torch.arange(rows, device=device)
+            return torch.arange(every * chosen, device=device).view(every, chosen), own
+
+        slots, own_slots = lasting(numbers, device)
+        flat = None if values is None else values.reshape(-1)
+        push = functions.bind_push(parts, slots, flat, places[0], places[-1], PULL_SMS)
+        of_values = None if values is None else dtype
+        total = functions.bind_total(parts, tokens, chosen, of_values, rows, places[0], places[-1])
+        return cls(nbytes, push, total, slots, own_slots)
 
 
 class _Pulled(Pending):

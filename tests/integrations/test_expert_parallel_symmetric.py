@@ -1,5 +1,6 @@
 """The engine "symmetric" on CPUs, with stand-ins for its kernels: what each rank writes where, and what it reads."""
 
+import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,6 +13,7 @@ import fusedmoe as fm
 from fusedmoe.expert_parallel import torch_symmetric
 from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.kernels.exchange import functions
+from fusedmoe.ops.exchange import fixed
 
 pytestmark = pytest.mark.distributed
 
@@ -24,7 +26,8 @@ def symmetric_of(ep, max_tokens):
 def exchanges(ep, folder):
     """Exchanges by the kernels and by copies, of which the ranks take either: with the results of "allgather"."""
     with hopper.on_cpus(folder):
-        engine, others, here = symmetric_of(ep, 8).engine, ep.engine, 2
+        made, others, here = symmetric_of(ep, 8), ep.engine, 2
+        engine = made.engine
         generator = torch.Generator().manual_seed(ep.rank)
         different = []
         for step in range(12):
@@ -37,7 +40,7 @@ def exchanges(ep, folder):
             parts = torch.randn(ep.ranks * rows, 5, generator=generator)
             more = torch.rand(ep.ranks * rows, 3, generator=generator)
             by_copies = mock.patch.object(functions, "aligned", return_value=False)
-            with by_copies if step % 5 == ep.rank else mock.patch.object(functions, "aligned", functions.aligned):
+            with by_copies if step % 5 == ep.rank else contextlib.nullcontext():
                 got = engine.start_gather_of_tokens([x], index, weight, rows, here).wait_all()
                 gradients = engine.gather([x], rows, Wanted(got[0], here))
                 exchanged = engine.exchange([parts, more])
@@ -53,13 +56,19 @@ def exchanges(ep, folder):
                     different.append(not torch.equal(of_rows[there][wanted], want[2][there][wanted]))
             for a, b in zip(exchanged, others.exchange([parts, more]), strict=True):
                 different += [not torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+            sent = torch.randn(ep.ranks * rows, 8, generator=generator).to(dtype)
+            for given in ([sent, more], [sent]):
+                with by_copies if step % 5 == ep.rank else contextlib.nullcontext():
+                    summed_here = fixed.summed(made, given, count)
+                want_sums = fixed.summed(ep, given, count)
+                different += [not torch.equal(x, y) for x, y in zip(summed_here, want_sums, strict=True)]
         return different, hopper.kernels_ran["send"], engine.buffer_bytes()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_exchanges_are_those_of_allgather(hopper_ranks, folder, ranks):
     for different, kernels, nbytes in hopper_ranks.run(exchanges, ranks, 8, folder)[:ranks]:
-        assert len(different) == 12 * (1 + 3 * ranks + 2 * ranks)
+        assert len(different) == 12 * (1 + 3 * ranks + 2 * ranks + 3)
         assert not any(different)
         assert kernels > 0
         assert nbytes > 0

@@ -8,3 +8,4 @@ REPORT = CONTROL_WORDS - 2  # and the next word: an address
 CONTROL_BYTES = 4 * CONTROL_WORDS
 BEGIN, TELL, END = range(3)  # phases of `Signal`
 COPY_WARPS = 8  # per CTA of `Pull` and `Push`; each of `Pull` adds 1 to a word when its rows of a rank are there
+MOST_SLOTS = 8  # of a token, that `Total` sums

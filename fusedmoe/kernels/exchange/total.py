@@ -21,11 +21,11 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
+from fusedmoe.kernels.exchange.layout import MOST_SLOTS as SLOTS
 from fusedmoe.kernels.exchange.layout import READY
 
 WARPS = 8  # per CTA
 AT_ONCE = 4  # parts that a lane loads at once
-SLOTS = 8  # at least K
 TICKET = 1
 
 
@@ -86,8 +86,7 @@ class Total(WarpKernel):
         for unit in cutlass.range(cta * WARPS + warp, out.shape[0] * blocks, ctas * WARPS, unroll=1):
             token = unit // blocks
             column = (unit - token * blocks) * LANES + lane
-            total = self.sum_slots(own, row_of_slot, chosen, token, column, vectors)
-            self.sum_parts(out, parts, total, rank, token, column, vectors, ranks)
+            self.sum_token(own, row_of_slot, chosen, out, parts, rank, token, column, vectors, ranks)
         if const_expr(self.values is not None):
             pointer = cute.make_ptr(
                 out_values.element_type, peers[rank] + at_values, cute.AddressSpace.gmem, assumed_align=4
@@ -104,46 +103,56 @@ class Total(WarpKernel):
             complete(control, peers, rank, exchange)
 
     @cute.jit
-    def sum_slots(self, own, row_of_slot, chosen, token, column, vectors):
-        """Return the part of this rank: 8 columns of a token per lane, rounded, in fp32."""
+    def sum_token(self, own, row_of_slot, chosen, out, parts, rank, token, column, vectors, ranks):
+        """Sum 8 columns of a token per lane. All loads of this rank's rows and of 4 parts are under way at once."""
         lane = cute.arch.lane_idx()
         row_of_lane = own.shape[0]
         if lane < chosen:
             row_of_lane = Int32(row_of_slot[token * chosen + lane])
-        loaded = [cute.make_rmem_tensor((VECTOR,), own.element_type) for _ in range(SLOTS)]
+        loaded = self.load_parts(parts, token, column, vectors, 0, ranks)
+        rows = [cute.make_rmem_tensor((VECTOR,), own.element_type) for _ in range(SLOTS)]
         for i in cutlass.range_constexpr(SLOTS):
             row = cute.arch.shuffle_sync(row_of_lane, i)
-            loaded[i].fill(0.0)
+            rows[i].fill(0.0)
             if column < vectors and row < own.shape[0]:
-                cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (column,)), loaded[i])
+                cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (column,)), rows[i])
+        part = cute.make_rmem_tensor((VECTOR,), Float32)
+        part.fill(0.0)
+        for i in cutlass.range_constexpr(SLOTS):  # in the order of `SumSlots`, and rounded as the other parts
+            part.store(part.load() + rows[i].load().to(Float32))
+        part.store(part.load().to(own.element_type).to(Float32))
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
-        for i in cutlass.range_constexpr(SLOTS):  # in the order of `SumSlots`
-            total.store(total.load() + loaded[i].load().to(Float32))
-        total.store(total.load().to(own.element_type).to(Float32))
-        return total
-
-    @cute.jit
-    def sum_parts(self, out, parts, own, rank, token, column, vectors, ranks):
-        """Sum 8 columns of a token per lane, of which this rank's part is ``own``."""
-        total = cute.make_rmem_tensor((VECTOR,), Float32)
-        total.fill(0.0)
-        for first in cutlass.range(0, ranks, AT_ONCE, unroll=1):
-            loaded = [cute.make_rmem_tensor((VECTOR,), out.element_type) for _ in range(AT_ONCE)]
-            for i in cutlass.range_constexpr(AT_ONCE):
-                # ranks and columns past the last load the last ones again: in a branch, the warp would wait for each
-                r, v = cutlass.min(first + i, ranks - 1), cutlass.min(column, vectors - 1)
-                cute.autovec_copy(cute.local_tile(parts[r, token, None], (VECTOR,), (v,)), loaded[i])
-            for i in cutlass.range_constexpr(AT_ONCE):
-                if first + i < ranks:
-                    values = loaded[i].load().to(Float32)
-                    if first + i == rank:
-                        values = own.load()
-                    if first + i == 0:
-                        total.store(values)
-                    else:
-                        total.store(total.load() + values)
+        self.add_parts(total, loaded, part, rank, 0, ranks)
+        for first in cutlass.range(AT_ONCE, ranks, AT_ONCE, unroll=1):
+            self.add_parts(
+                total, self.load_parts(parts, token, column, vectors, first, ranks), part, rank, first, ranks
+            )
         if column < vectors:
             result = cute.make_rmem_tensor((VECTOR,), out.element_type)
             result.store(total.load().to(out.element_type))
             cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (column,)))
+
+    @cute.jit
+    def load_parts(self, parts, token, column, vectors, first, ranks):
+        """Load the parts of some ranks. Ranks and columns past the last load the last ones again: in a branch, the warp
+        would wait for each.
+        """
+        loaded = [cute.make_rmem_tensor((VECTOR,), parts.element_type) for _ in range(AT_ONCE)]
+        for i in cutlass.range_constexpr(AT_ONCE):
+            r, v = cutlass.min(first + i, ranks - 1), cutlass.min(column, vectors - 1)
+            cute.autovec_copy(cute.local_tile(parts[r, token, None], (VECTOR,), (v,)), loaded[i])
+        return loaded
+
+    @cute.jit
+    def add_parts(self, total, loaded, part, rank, first, ranks):
+        """Add the parts of some ranks, of which that of this rank is ``part``."""
+        for i in cutlass.range_constexpr(AT_ONCE):
+            if first + i < ranks:
+                values = loaded[i].load().to(Float32)
+                if first + i == rank:
+                    values = part.load()
+                if first + i == 0:
+                    total.store(values)
+                else:
+                    total.store(total.load() + values)

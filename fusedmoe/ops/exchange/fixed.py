@@ -41,6 +41,14 @@ def sum_over_ranks(parts: Sequence[Tensor] | Tensor, tokens: int) -> Tensor:
     return total.to(first.dtype)
 
 
+def summed(expert_parallel: ExpertParallel, tensors: Sequence[Tensor], tokens: int) -> list[Tensor]:
+    """Return the sums over ranks of the parts (P*N, ...) that they have of this rank's tokens; see `sum_over_ranks`."""
+    found = expert_parallel.engine.sums_over_ranks(tensors, tokens)
+    if found is None:
+        found = [sum_over_ranks(parts, tokens) for parts in expert_parallel.engine.exchange(tensors)]
+    return found
+
+
 def check_wire(expert_parallel: ExpertParallel, dtype: torch.dtype) -> None:
     """Raise if tokens of this dtype cannot travel as the ranks want."""
     wire = expert_parallel.dispatch_dtype
@@ -259,8 +267,8 @@ class DGatherTokens(BackwardOp):
         ep, tokens = self.op.expert_parallel, expert_index.shape[0]
         arrived = [None if g is None else g.contiguous() for g in grads]
         given = [g for g in arrived if g is not None]
-        received = iter(ep.engine.exchange(given) if given else [])
-        return tuple(None if g is None else sum_over_ranks(next(received), tokens) for g in arrived)
+        sums = iter(summed(ep, given, tokens) if given else [])
+        return tuple(None if g is None else next(sums) for g in arrived)
 
 
 class ReturnTokens(Op):
@@ -294,10 +302,6 @@ class ReturnTokens(Op):
             raise self.reject("x", f"{gathered_index.shape[0]} rows, one per token of all ranks", x.shape[0])
         return TensorSpec((expert_index.shape[0], *x.shape[1:]), x.dtype if row_dtype is None else row_dtype.dtype)
 
-    def start(self, x: Tensor) -> Pending:
-        """Begin to exchange the parts (P*N, H), contiguous."""
-        return self.expert_parallel.engine.start_exchange([x])
-
     def compute(
         self,
         x: Tensor,
@@ -306,8 +310,8 @@ class ReturnTokens(Op):
         rank_experts: Tensor,
         row_dtype: Tensor | None = None,
     ) -> Tensor:
-        (parts,) = self.start(x.contiguous()).wait_all()
-        return sum_over_ranks(parts, expert_index.shape[0]).to(x.dtype if row_dtype is None else row_dtype.dtype)
+        (y,) = summed(self.expert_parallel, [x.contiguous()], expert_index.shape[0])
+        return y.to(x.dtype if row_dtype is None else row_dtype.dtype)
 
     def backward_ops(self) -> tuple[BackwardOp, ...]:
         return (DReturnTokens(self),)
