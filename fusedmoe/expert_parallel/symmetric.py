@@ -34,7 +34,16 @@ from fusedmoe.base.lasting import current_stream, external_stream
 from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, COPY_WARPS, END, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import (
+    BEGIN,
+    CONTROL_BYTES,
+    CONTROL_WORDS,
+    COPY_WARPS,
+    END,
+    MOST_RANKS,
+    REPORT,
+    TELL,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -42,6 +51,11 @@ if TYPE_CHECKING:
 # Of `Pull`, an even number. With 224 KiB under way per SM, 16 have 3.5 MiB under way, and NVLink delivers less than
 # 1 MiB in the 2 us of a read.
 PULL_SMS = 16
+
+
+def why_not_here(group: ProcessGroup) -> str | None:
+    """Return the reason why this rank cannot run the engine by kernels on its current CUDA device; None if it can."""
+    return why_not(group) or functions.why_not_on(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +80,7 @@ class Symmetric(Engine):
     name: ClassVar[str] = "symmetric"
     compares_experts: ClassVar[bool] = False  # its ranks meet in no collective of the group
     by_kernels: ClassVar[bool] = True
+    most_ranks: ClassVar[int] = MOST_RANKS
     sms: ClassVar[int] = 0  # a product begins beside the kernel of an exchange, which has its SMs already
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:

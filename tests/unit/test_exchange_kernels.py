@@ -194,3 +194,18 @@ def test_refusals(shape, dtype, ranks, chosen, message, monkeypatch):
     reason = functions.why_not(torch.empty(shape, dtype=dtype), ranks, chosen)
     assert (reason is None) == (message is None)
     assert message is None or message in reason
+
+
+@pytest.mark.parametrize(
+    ("arch", "missing", "unusable", "message"),
+    [(90, (), None, None), (103, (), None, None), (None, (), None, "cpu is no NVIDIA GPU"), (80, (), None, "is sm_80"),
+     (100, ("nvidia-cutlass-dsl",), None, "nvidia-cutlass-dsl"), (90, (), "update the driver", "update the driver")],
+)  # fmt: skip
+def test_devices(arch, missing, unusable, message, monkeypatch):
+    monkeypatch.setattr(functions, "arch_of", lambda device: arch)
+    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: missing)
+    monkeypatch.setattr(functions.toolkit, "why_unusable", lambda: unusable)
+    device = torch.device("cpu")
+    for reason in (functions.why_not_on(device), functions.why_not(torch.empty(4, 16, dtype=BF16), 2, 2)):
+        assert (reason is None) == (message is None)
+        assert message is None or message in reason

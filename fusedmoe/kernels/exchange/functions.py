@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.base.lasting import unread
-from fusedmoe.base.target import arch_of, kernel_arch
+from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
@@ -51,12 +51,23 @@ def places(sizes: list[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
+def why_not_on(device: torch.device) -> str | None:
+    """Return the reason why no kernel of this folder runs on a device; None if they do."""
+    arch = arch_of(device)
+    if arch not in ARCHITECTURES:
+        expected = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
+        return f"{device} is {'no NVIDIA GPU' if arch is None else f'sm_{arch}'}, expected one of {expected}"
+    if missing := toolkit.missing_packages():
+        return f"expected the packages {', '.join(missing)}, which are not installed"
+    return toolkit.why_unusable()
+
+
 def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.float32) -> str | None:
     """Return the reason why no kernel of this folder takes rows (T, H) of this dtype and width, with K experts and
     weights of this dtype; None if they do, if the rows are `aligned`.
     """
-    if arch_of(rows.device) not in (90, 100, 103) or toolkit.missing_packages():
-        return "it needs an sm_90 GPU, and nvidia-cutlass-dsl"
+    if reason := why_not_on(rows.device):
+        return reason
     if rows.dtype not in (torch.bfloat16, torch.float16):
         return f"rows in {rows.dtype}, expected bf16 or fp16"
     if rows.dim() != 2 or rows.shape[1] % 8:
