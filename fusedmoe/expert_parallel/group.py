@@ -14,12 +14,12 @@ from torch import distributed as dist
 from fusedmoe.base.autocast import autocast_dtype
 from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.base.errors import InputError
-from fusedmoe.expert_parallel import allgather, alltoall, symmetric  # noqa: F401  (their engines are now in ENGINES)
+from fusedmoe.expert_parallel import allgather, alltoall, auto, symmetric  # noqa: F401  (their engines are now in ENGINES)
 from fusedmoe.expert_parallel.agreement import Agreement
 from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
 from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
-from fusedmoe.expert_parallel.subgroup import group_of
+from fusedmoe.expert_parallel.subgroup import group_of_hosts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,8 +41,8 @@ class ExpertParallel:
     without tokens. On all ranks, the same tensors must want gradients, and the settings, the dtypes and the number of
     experts per token must be the same.
 
-    If the backend of the group has no collectives of CPU tensors (NCCL alone) and ``max_tokens`` is None, the
-    first constructor makes a gloo group of the same ranks: every rank of the group must call it.
+    If the backend of the group has no collectives of CPU tensors (NCCL alone), and ``max_tokens`` is None or the engine
+    is ``"auto"``, the first constructor makes a gloo group of the same ranks: every rank of the group must call it.
 
     Parameters
     ----------
@@ -54,8 +54,11 @@ class ExpertParallel:
         ``"alltoall"``: a rank gets the tokens that chose one of its experts. The host waits for the device in each
         call, to learn how many these are.
         ``"symmetric"``: as ``"allgather"``, by reads of the memory of other GPUs, for ranks inside one NVLink domain.
-        ``"auto"``: an `MoE` takes ``"alltoall"`` if a token has fewer experts than there are ranks, else
-        ``"allgather"``. A `Dispatch` does not know the number, and takes ``"allgather"``.
+        ``"auto"``: ``"symmetric"`` if all ranks can run it: at most 32 on one host, each with its own GPU of compute
+        capability 9.0, 10.0 or 10.3 as the current device, and with the packages of the kernels. If the group has
+        NCCL, the ranks tell each other in the constructor: every rank of the group must call it. Otherwise, an `MoE`
+        takes ``"alltoall"`` if a token has fewer experts than there are ranks, else ``"allgather"``. A `Dispatch` does
+        not know the number, and takes ``"allgather"``. `settings` has the reason.
     max_tokens
         The largest number of tokens of a rank in a call, the same on all ranks. Each call then exchanges this many rows
         per rank, and no rank needs to know how many the others have. A rank with more tokens raises an error, and the
@@ -109,7 +112,8 @@ class ExpertParallel:
         self.rank: int = self.group.rank()
         self.engine_name: str = _ENGINE(f"{_WHO}: engine", engine)
         self.max_tokens: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: max_tokens", max_tokens)
-        self._of_hosts = self.group if self.max_tokens is not None else _group_of_hosts(self.group)
+        self._why_not_symmetric = auto.why_not(self.group) if self.engine_name == "auto" else None
+        self._of_hosts = self.group if self.max_tokens is not None else group_of_hosts(self.group)
         self.capacity: float | None = POSITIVE.or_none()(f"{_WHO}: capacity", capacity)
         if capacity is not None and not self._kind_of_engine.static_shapes:
             raise InputError(
@@ -134,11 +138,15 @@ class ExpertParallel:
 
     @property
     def _kind_of_engine(self) -> type[Engine]:
-        return ENGINES["allgather" if self.engine_name == "auto" else self.engine_name]
+        if self.engine_name != "auto":
+            return ENGINES[self.engine_name]
+        return ENGINES["symmetric" if self._why_not_symmetric is None else "allgather"]
 
     def chosen_for(self, top_k: int) -> ExpertParallel:
         """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
-        if self.engine_name != "auto" or top_k >= self.ranks or self.capacity is not None:
+        if self.engine_name != "auto" or self._why_not_symmetric is None:
+            return self
+        if top_k >= self.ranks or self.capacity is not None:
             return self
         chosen = copy.copy(self)
         chosen.engine_name, chosen.engine = "alltoall", ENGINES["alltoall"](self.group, self.timeout_s)
@@ -244,6 +252,8 @@ class ExpertParallel:
         """Return the settings in words, for ``explain()``."""
         of_hosts = " agreed by the hosts" if self.max_tokens is None else f" at most {self.max_tokens}"
         parts = [f"engine {self.engine.name!r}", f"{self.ranks} ranks"]
+        if self._why_not_symmetric is not None and torch.cuda.is_available():
+            parts[0] += f" (not 'symmetric': {self._why_not_symmetric})"
         if self.engine.static_shapes:
             parts.append(f"tokens per rank{of_hosts}")
         if self.capacity is not None:
@@ -298,12 +308,3 @@ def _process_group(group: Any) -> ProcessGroup:
     if dist.get_rank(found) < 0:
         raise InputError(f"{_WHO}: group: expected a group that this rank is in, rank {dist.get_rank()} is not")
     return found
-
-
-def _group_of_hosts(group: ProcessGroup) -> ProcessGroup:
-    """Return a group of the same ranks whose backend has collectives of CPU tensors."""
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        return group_of(dist.get_process_group_ranks(group), "gloo")
-    return group

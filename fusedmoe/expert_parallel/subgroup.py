@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import distributed as dist
 
 if TYPE_CHECKING:
@@ -45,3 +46,12 @@ def group_of(ranks: list[int], backend: str | None = None) -> ProcessGroup:
     )
     state.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made  # type: ignore[no-any-return]
+
+
+def group_of_hosts(group: ProcessGroup) -> ProcessGroup:
+    """Return a group of the same ranks whose backend has collectives of CPU tensors."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return group_of(dist.get_process_group_ranks(group), "gloo")
+    return group

@@ -40,6 +40,7 @@ from fusedmoe.kernels.exchange.layout import (
     CONTROL_WORDS,
     COPY_WARPS,
     END,
+    MOST_RANKS,
     MOST_SLOTS,
     REPORT,
     TELL,
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 
 # Of `Pull`, an even number. On four H100s, 8 SMs read 292 GB/s from three ranks in turn, 12 and 16 read 297 GB/s.
 PULL_SMS = 12
+
+
+def why_not_here(group: ProcessGroup) -> str | None:
+    """Return the reason why this rank cannot run the engine by kernels on its current CUDA device; None if it can."""
+    return why_not(group) or functions.why_not_on(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +78,13 @@ class Symmetric(Engine):
     """
 
     name: ClassVar[str] = "symmetric"
-    compares_experts: ClassVar[bool] = False  # its ranks meet in no collective of the group
     by_kernels: ClassVar[bool] = True
+    most_ranks: ClassVar[int] = MOST_RANKS
     sms: ClassVar[int] = 0  # a product begins beside the kernel of an exchange, which has its SMs already
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        if reason := why_not(group) or functions.why_not_on(device):
+        if reason := why_not_here(group):
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )

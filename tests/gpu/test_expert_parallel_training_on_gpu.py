@@ -125,6 +125,11 @@ def trained(rank, wrap, engine, replicated, folder):
     return norms, {name: p.cpu() for name, p in parameters.items()}, used
 
 
+def by_default(rank):
+    every, _ = meshes(rank)
+    return fm.ExpertParallel(every, max_tokens=max(TOKENS)).settings()
+
+
 def copied(rank):
     """No host waits for the comparison in the first call: a later call raises."""
     every, _ = meshes(rank)
@@ -196,6 +201,11 @@ def test_two_gpus_train_as_one(two, in_one_process, wrap, engine, replicated, tm
     ep_of.load_state_dict(alone, None, state)
     for name, p in alone.state_dict().items():
         assert torch.equal(p.cpu(), parameters[name]), f"{name}: the checkpoint has another value"
+
+
+def test_auto_takes_symmetric(two):
+    for settings in two.run(by_default):
+        assert settings.startswith(f"engine 'symmetric', {SIZE} ranks")
 
 
 def test_copies_of_the_experts_of_one_rank_raise(two):

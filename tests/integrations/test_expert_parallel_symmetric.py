@@ -1,17 +1,19 @@
 """The engine "symmetric" on CPUs, with stand-ins for its kernels: what each rank writes where, and what it reads."""
 
-import contextlib
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from kit import hopper_ranks as hopper
-from kit.expert_parallel_ranks import on_each
+from kit.expert_parallel_ranks import alone, on_each
+from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.expert_parallel import torch_symmetric
-from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.expert_parallel import auto, symmetric, torch_symmetric
+from fusedmoe.expert_parallel.engine import Wanted, collectives
 from fusedmoe.kernels.exchange import functions
 from fusedmoe.ops.exchange import fixed
 
@@ -40,7 +42,7 @@ def exchanges(ep, folder):
             parts = torch.randn(ep.ranks * rows, 5, generator=generator)
             more = torch.rand(ep.ranks * rows, 3, generator=generator)
             by_copies = mock.patch.object(functions, "aligned", return_value=False)
-            with by_copies if step % 5 == ep.rank else contextlib.nullcontext():
+            with by_copies if step % 5 == ep.rank else nullcontext():
                 got = engine.start_gather_of_tokens([x], index, weight, rows, here).wait_all()
                 gradients = engine.gather([x], rows, Wanted(got[0], here))
                 exchanged = engine.exchange([parts, more])
@@ -58,7 +60,7 @@ def exchanges(ep, folder):
                 different += [not torch.equal(x, y) for x, y in zip(a, b, strict=True)]
             sent = torch.randn(ep.ranks * rows, 8, generator=generator).to(dtype)
             for given in ([sent, more], [sent]):
-                with by_copies if step % 5 == ep.rank else contextlib.nullcontext():
+                with by_copies if step % 5 == ep.rank else nullcontext():
                     summed_here = fixed.summed(made, given, count)
                 want_sums = fixed.summed(ep, given, count)
                 different += [not torch.equal(x, y) for x, y in zip(summed_here, want_sums, strict=True)]
@@ -144,3 +146,114 @@ def test_an_error_of_the_gpu_names_the_rank_that_does_not_come(hopper_ranks, fol
     for rank, message in enumerate(hopper_ranks.run(late, 2, None, folder)[:2]):
         assert f"rank {rank} of 2" in message
         assert "rank 1 did not come to exchange 7 within 600 s" in message
+
+
+# ---- "auto" ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def machine(folder, rank, hosts="aaaa", gpus="0123", arch=None, missing=None, apart=None, nccl=True, most=32):
+    """Hosts and GPUs of the ranks, a rank with another architecture, without packages or without access to other GPUs,
+    whether groups have NCCL, and the most ranks.
+    """
+    arch_of = mock.Mock(return_value=80 if arch == rank else 90)
+    with hopper.on_cpus(folder), ExitStack() as stack:
+        for target, name, value in (
+            (auto, "has_nccl", lambda group: nccl),
+            (auto, "host", lambda: hosts[rank]),
+            (auto, "gpu", lambda: gpus[rank]),
+            (functions, "arch_of", arch_of),
+            (functions.toolkit, "missing_packages", lambda: ("nvidia-cutlass-dsl",) if missing == rank else ()),
+            (symmetric, "why_not", lambda group: "no access" if apart == rank else None),
+            (symmetric.Symmetric, "most_ranks", most),
+            (torch.cuda, "current_device", lambda: 0),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield arch_of
+
+
+def said(ep):
+    """The settings, as where CUDA is available."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        return ep.settings()
+
+
+@on_each
+def taken(ep, folder, case):
+    """The engines that "auto" takes for one and for P experts per token and with a capacity, and the settings."""
+    with machine(folder, ep.rank, **case):
+        before = collectives(ep.group, torch.device("cpu"))
+        made = fm.ExpertParallel(ep.group, max_tokens=8)
+        assert collectives(ep.group, torch.device("cpu")) == before  # which write to no weight
+        limited = fm.ExpertParallel(ep.group, max_tokens=8, capacity=2.0)
+        of_layers = [made.chosen_for(1), made.chosen_for(ep.ranks), limited.chosen_for(1)]
+        assert "not 'symmetric'" not in of_layers[0].settings()  # without CUDA
+        return [of.engine.name for of in (made, *of_layers)], said(made), said(of_layers[0])
+
+
+@pytest.mark.parametrize(("size", "case", "reason"), [
+    (4, {}, None),
+    (2, {"hosts": "aabb", "gpus": "0101"}, None),
+    (4, {"hosts": "aaba"}, "2 hosts or containers"),
+    (4, {"gpus": "0113"}, "ranks share GPUs: 3 for 4 ranks"),
+    (4, {"missing": 2}, "rank 2: expected the packages nvidia-cutlass-dsl"),
+    (4, {"arch": 1}, "rank 1: cuda:0 is sm_80"),
+    (4, {"apart": 3, "hosts": "abcd"}, "rank 3: no access"),
+    (4, {"most": 3}, "4 ranks, expected at most 3"),
+    (4, {"nccl": False}, "the group has no NCCL"),
+])  # fmt: skip
+def test_auto_takes_symmetric_if_all_ranks_can(hopper_ranks, folder, size, case, reason):
+    fallback = ["allgather", "alltoall", "allgather", "allgather"]
+    for engines, *settings in hopper_ranks.run(taken, size, None, folder, case)[:size]:
+        assert engines == (["symmetric"] * 4 if reason is None else fallback)
+        for text, engine in zip(settings, engines, strict=False):
+            want = f"engine {engine!r}, " if reason is None else f"engine {engine!r} (not 'symmetric': {reason}"
+            assert text.startswith(want)
+
+
+@on_each
+def other_groups(ep, folder):
+    """Groups whose ranks do not ask each other, and one without collectives of CPU tensors, as that of NCCL alone."""
+    with machine(folder, ep.rank, nccl=False) as asked:
+        fm.ExpertParallel(ep.group)
+        assert not asked.called
+    with machine(folder, ep.rank) as asked:
+        one = alone(engine="auto")
+        assert not asked.called
+    without_hosts = dist.new_group(backend="cuda:gloo")
+    with machine(folder, ep.rank):
+        assert fm.ExpertParallel(without_hosts, max_tokens=8).engine.name == "symmetric"
+    return said(one)
+
+
+def test_auto_of_other_groups(hopper_ranks, folder):
+    for text in hopper_ranks.run(other_groups, 4, None, folder):
+        assert text.startswith("engine 'allgather' (not 'symmetric': one rank), 1 ranks")
+
+
+def of_mesh(rank, folder):
+    """Of two groups on a host each, one has a GPU too few."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with machine(folder, rank, hosts="aabb", gpus="0122"):
+        ep = fm.ExpertParallel(mesh["ep"], max_tokens=hopper.MOST)
+        made = [hopper.layer(of) for of in (ep, fm.ExpertParallel(mesh["ep"], "allgather", max_tokens=hopper.MOST))]
+        x = torch.randn(5 + rank, hopper.HIDDEN).bfloat16()
+        y, want = (layer(x) for layer in made)
+        return ep.engine.name, torch.equal(y, want) and bool(y.any())
+
+
+def test_auto_of_a_mesh(hopper_ranks, folder):
+    assert hopper_ranks.run(of_mesh, folder) == [("symmetric", True)] * 2 + [("allgather", True)] * 2
+
+
+def test_ids_of_this_machine(monkeypatch):
+    if (boot := Path("/proc/sys/kernel/random/boot_id")).exists():
+        assert auto.host().startswith(boot.read_text().strip() + " pid:")
+    monkeypatch.setattr(auto.os, "readlink", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(auto.socket, "gethostname", lambda: "one")
+    assert auto.host() == "one"
+    properties = mock.Mock(return_value=SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert auto.gpu() == "GPU-1"
+    properties.assert_called_once_with(3)

@@ -281,9 +281,11 @@ def on_cpus(folder):
             (symmetric, "SymmetricBuffer", FileBuffer),
             (symmetric, "current_stream", lambda device: 0),
             (symmetric.torch.cuda, "synchronize", lambda device: None),
+            (symmetric.torch.cuda, "current_device", lambda: 0),
             (symmetric.torch.cuda, "is_current_stream_capturing", lambda: False),
             (functions, "arch_of", lambda device: 90),
             (functions.toolkit, "missing_packages", lambda: ()),
+            (functions.toolkit, "why_unusable", lambda: None),
             (symmetric.Symmetric, "channel", poisoned),
             *((functions, name, function) for name, function in KERNELS.items()),
         ):

@@ -195,13 +195,15 @@ def test_refusals(shape, dtype, ranks, chosen, message):
     assert message is None or message in reason
 
 
-def test_machines(monkeypatch):
-    cpu = torch.device("cpu")
-    assert "it needs a GPU of sm_90" in functions.why_not_on(cpu)
-    monkeypatch.setattr(functions, "arch_of", lambda device: 80)
-    assert "cpu is sm_80" in functions.why_not_on(cpu)
-    monkeypatch.setattr(functions, "arch_of", lambda device: 90)
-    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: ("nvidia-cutlass-dsl",))
-    assert functions.why_not_on(cpu) == "it needs the packages nvidia-cutlass-dsl"
-    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: ())
-    assert functions.why_not_on(cpu) is None
+@pytest.mark.parametrize(
+    ("arch", "missing", "unusable", "message"),
+    [(90, (), None, None), (103, (), None, None), (None, (), None, "cpu is no NVIDIA GPU"), (80, (), None, "is sm_80"),
+     (100, ("nvidia-cutlass-dsl",), None, "nvidia-cutlass-dsl"), (90, (), "update the driver", "update the driver")],
+)  # fmt: skip
+def test_devices(arch, missing, unusable, message, monkeypatch):
+    monkeypatch.setattr(functions, "arch_of", lambda device: arch)
+    monkeypatch.setattr(functions.toolkit, "missing_packages", lambda: missing)
+    monkeypatch.setattr(functions.toolkit, "why_unusable", lambda: unusable)
+    reason = functions.why_not_on(torch.device("cpu"))
+    assert (reason is None) == (message is None)
+    assert message is None or message in reason

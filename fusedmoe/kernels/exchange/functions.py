@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedmoe.base.lasting import unread
-from fusedmoe.base.target import arch_of, kernel_arch
+from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
@@ -54,11 +54,12 @@ def places(sizes: list[int]) -> tuple[list[int], int]:
 def why_not_on(device: torch.device) -> str | None:
     """Return the reason why no kernel of this folder runs on a device; None if they do."""
     arch = arch_of(device)
-    if arch not in (90, 100, 103):
-        return f"it needs a GPU of sm_90, sm_100 or sm_103, {device} is {'none' if arch is None else f'sm_{arch}'}"
+    if arch not in ARCHITECTURES:
+        expected = ", ".join(f"sm_{known}" for known in ARCHITECTURES)
+        return f"{device} is {'no NVIDIA GPU' if arch is None else f'sm_{arch}'}, expected one of {expected}"
     if missing := toolkit.missing_packages():
-        return f"it needs the packages {', '.join(missing)}"
-    return None
+        return f"expected the packages {', '.join(missing)}, which are not installed"
+    return toolkit.why_unusable()
 
 
 def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.float32) -> str | None:
