@@ -142,8 +142,6 @@ class Engine:
     # Whether all shapes of an exchange follow from those of its arguments. If not, the engine is a `VaryingEngine`: the
     # hosts wait for their devices, so that no work runs beside an exchange.
     static_shapes: ClassVar[bool] = True
-    # Whether the ranks compare their experts in some exchanges, by a collective of the group; see `Copies`.
-    compares_experts: ClassVar[bool] = True
     # Whether an exchange is some kernels on the stream of the layer, see `fusedmoe.kernels.exchange`: a product may
     # begin beside one of them.
     by_kernels: ClassVar[bool] = False

@@ -89,7 +89,7 @@ class ExpertParallel:
     equal_experts
         Whether all ranks may have the same experts, as copies of a dense MLP. If not, the ranks compare a few values in
         some exchanges, and raise an error if they are equal, since a wrapper that takes experts for replicas may have
-        copied them. The ranks of ``"symmetric"`` do not compare them.
+        copied them.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ExpertParallel:
 
     def compare_experts(self, x: Tensor) -> None:
         """Raise if something has copied the experts of one rank to all; called in each exchange of rows ``x``."""
-        if self.ranks > 1 and not self.equal_experts and self.engine.compares_experts:
+        if self.ranks > 1 and not self.equal_experts:
             self.copies.check(self.group, x)
 
     @property

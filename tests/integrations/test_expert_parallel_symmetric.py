@@ -257,3 +257,18 @@ def test_ids_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     assert auto.gpu() == "GPU-1"
     properties.assert_called_once_with(3)
+
+
+@on_each
+def copied(ep, folder):
+    with hopper.on_cpus(folder):
+        made = hopper.layer(symmetric_of(ep, 8))
+        for op in (made.experts.gate_up, made.experts.down):
+            op.weight.data.copy_(torch.randn(op.weight.shape, generator=torch.Generator().manual_seed(1)))
+        with pytest.raises(fm.InputError, match="all ranks have the same values"):
+            for _ in range(2):
+                made(torch.randn(4, hopper.HIDDEN).bfloat16())
+
+
+def test_copied_experts_are_an_error(hopper_ranks, folder):
+    hopper_ranks.run(copied, 2, None, folder)
