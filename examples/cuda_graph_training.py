@@ -158,6 +158,8 @@ class Trainer:
 
 def train(options: argparse.Namespace, device: torch.device, ep: fm.ExpertParallel | None) -> int:
     """Train, or compare; return the exit code. The graph is deleted before the communicators that it uses."""
+    if device.type == "cuda":  # a capture must not meet nodes of autograd that were made on the default stream
+        torch.cuda.set_stream(torch.cuda.Stream())
     trainer = Trainer(options.layers, EXPERTS_PER_RANK * (1 if ep is None else ep.ranks), device, ep)
     steps, compare = options.compare or options.steps, options.compare > 0
     eager = trainer.run(trainer.step, steps, keep=True) if compare else []
