@@ -59,8 +59,9 @@ takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of 
 than others, and the traffic of other parts of the model. {check}
 """
 CHECK = """\
-Of the steps of two GPUs in `ep.json` (commit {commits}), those without a host that waits deviate by up to {worst:.0%} from the model, and
-those of `alltoall`, whose host waits and launches the rest of the step late, by up to {waiting:.0%}."""
+Of the steps of two GPUs in `ep.json` (commit {commits}), those without a host that waits deviate by up to {worst:.0%}
+from the model, and those of `alltoall`, whose host waits and launches the rest of the step late, by up to
+{waiting:.0%}."""
 UNCHECKED = 0.2  # the margin without measurements
 
 
