@@ -52,7 +52,8 @@ class ExpertParallel:
         ``"allgather"``: every rank gets all tokens, by collectives of the group's backend.
         ``"alltoall"``: a rank gets the tokens that chose one of its experts. The host waits for the device in each
         call, to learn how many these are.
-        ``"symmetric"``: as ``"allgather"``, by reads of the memory of other GPUs, for ranks inside one NVLink domain.
+        ``"symmetric"``: kernels read the tokens that chose one of the rank's experts from the memory of other GPUs, and
+        write results to it; for ranks inside one NVLink domain. No host waits.
         ``"auto"``: an `MoE` takes ``"alltoall"`` if a token has fewer experts than there are ranks, else
         ``"allgather"``. A `Dispatch` does not know the number, and takes ``"allgather"``.
     max_tokens

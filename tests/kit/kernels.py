@@ -143,7 +143,7 @@ QUICK_ROWS = [
     Offsets("int64"), ZeroTail("bf16"), ColumnSums("bf16", "bf16"),
     Route("int64", "fp32", 128, False), Route("int32", "bf16", limits.MOST_EXPERTS, True),
     GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32", 8, adds=True, rounds=True), SumSlots("fp16", "bf16", 4),
-    RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 1),
+    RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 2),
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
     Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Pull("bf16"), Pull("fp16"), Push("bf16"),
     Push("fp16", "bf16"), Total("bf16"), Total("fp16", "fp16"), Signal(),

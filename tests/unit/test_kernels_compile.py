@@ -351,7 +351,7 @@ def test_several_loads_of_a_sum_are_in_flight():
     assert len(compiled(ColumnSums("bf16", "bf16"))["add_partials"].matching(WIDE)) > 1
 
 
-@pytest.mark.parametrize(("chosen", "adds"), [(1, False), (8, True)])
+@pytest.mark.parametrize(("chosen", "adds"), [(2, False), (8, True)])
 def test_a_sum_on_few_sms_copies_most_of_an_sms_shared_memory_at_once(chosen, adds):
     kernel = SumOnFewSms("bf16", chosen, adds)
     stage = sum_on_few_sms.WARPS * 32 * 16 * kernel.copies
