@@ -45,7 +45,7 @@ each node that has one of its experts.
   of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f} times as long. It also
   needs a `capacity`: rows of any routing take up to {rows_most:.0f} GB for one layer.
 - **Several nodes: keep the ranks of a layer in one node, if the experts fit.** The steps are then those of {node} GPUs,
-  and a rank has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and {weights_v3:.1f} GB in each layer of
+  and a rank has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and {weights_v3:.1f} GB in each of
   DeepSeek-V3.
 - **If they do not fit, exchanges take longer than products.** With {slow:.0f} GB/s per GPU, those of `alltoall` take
   {share_least:.1f} to {share_most:.1f} times the experts' time. Hierarchical dispatch sends {by_node_64:.0%} of its
@@ -55,8 +55,8 @@ The model has the speed of the experts from one {machine} (`layer.json`, commit 
 one host with NCCL ({nccl}, {nccl_us:.0f} us), and those of two H100s by which the rules of `symmetric` divide rows
 ({peer} GB/s, {peer_us} us). **Assumed**: NVLink between {node} GPUs is as fast as between two; a link
 between nodes has {slow:.0f} GB/s per GPU and {slow_us:.0f} us, without congestion; a host that reads numbers of rows
-takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of exchanges, ranks with more rows than
-others, and the traffic of other parts of the model. {check}
+takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of exchanges, tiles with rows of several
+ranks, ranks with more rows than others, and the traffic of other parts of the model. {check}
 """
 CHECK = """\
 Of the steps of two GPUs in `ep.json` (commit {commits}), those without a host that waits deviate by up to {worst:.0%}
