@@ -41,7 +41,6 @@ SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
 TOKENS = (8192, 32768)
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
 SAMPLED_TOKENS = 32  # of each rank
-MIB = 1 << 20
 
 
 class Leaves(NamedTuple):
@@ -360,16 +359,15 @@ def host_syncs(call: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-# the kernel of a sum over one slot reads the rows of other ranks
-_COMMUNICATES = re.compile(r"nccl|barrier|symm|SumOnFewSms\w*_slots1_", re.IGNORECASE)
+_COMMUNICATES = re.compile(r"nccl|symm|kernel_(Send|Pull|Push|Total|Signal)arch", re.IGNORECASE)
+_ALONE = re.compile(r"kernel_(Send|Total|Signal)arch")  # no product runs beside these
 
 
-def communication(call: Callable[[], Any], device: torch.device) -> dict[str, float | None] | None:
-    """Return the most thread blocks of a kernel that communicates, one per SM, the time of all of them, and the rate of
-    copies between GPUs.
+def communication(call: Callable[[], Any], device: torch.device) -> dict[str, float] | None:
+    """Return the most thread blocks, one per SM, of a kernel that communicates beside products, and the time of all
+    kernels that communicate.
 
-    A kernel waits on the device for the other ranks, so that its time may be longer than that of its transfer. Copies
-    by copy engines are no kernels: their rate is that of all copies of at least 1 MiB, None if there are none. None if
+    A kernel waits on the device for the other ranks, so that its time may be longer than that of its transfer. None if
     the profiler does not tell.
     """
     torch.cuda.synchronize(device)
@@ -385,13 +383,9 @@ def communication(call: Callable[[], Any], device: torch.device) -> dict[str, fl
             profiler.export_chrome_trace(str(file))
             events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         kernels = [e for e in events if e.get("cat") == "kernel" and _COMMUNICATES.search(e["name"])]
-        copies = [e for e in events if e.get("cat") == "gpu_memcpy" and "PtoP" in e["name"]]
-        copies = [(e["args"].get("bytes", 0), e["dur"]) for e in copies if e["args"].get("bytes", 0) >= MIB]
-        nbytes, us = map(sum, zip(*copies, strict=True)) if copies else (0, 0)
         return {
-            "sms": max((e["args"]["grid"][0] for e in kernels), default=0),
+            "sms": max((e["args"]["grid"][0] for e in kernels if not _ALONE.search(e["name"])), default=0),
             "us": sum(e["dur"] for e in kernels),
-            "copies_gb_s": nbytes / us / 1e3 if us else None,
         }
     except (KeyError, OSError, RuntimeError, ValueError):
         return None
@@ -401,18 +395,25 @@ def communication(call: Callable[[], Any], device: torch.device) -> dict[str, fl
 
 
 def _exchanges(work: Work, candidate: Candidate, timer: Timer) -> dict[str, Any]:
-    """Return the times and bandwidths of an engine's exchanges of the tokens."""
+    """Return the times and bandwidths of an engine's exchanges of the tokens, with their ids and weights.
+
+    If kernels exchange them, rows without an expert of the rank do not travel. Their return has no time of its own: the
+    kernels that make it also sum rows.
+    """
     assert candidate.ep is not None
     engine: Any = candidate.ep.engine
     if hasattr(engine, "exchange_rows"):  # rows that differ by rank
         return _exchange_of_rows(work, timer, deduplicated=True, engine=engine)
-    parts = work.x.repeat(work.ranks, 1)
-    calls = {
-        "gather": lambda: engine.gather([work.x], work.tokens),
-        "exchange": lambda: engine.exchange([parts]),
-    }
-    nbytes = (work.ranks - 1) * work.x.nbytes
-    return {name: _bandwidth(time, nbytes) for name, time in timer.measure(calls).items()}
+    tokens = [work.x], work.index, work.probs, work.tokens, work.here
+    calls = {"gather": lambda: engine.start_gather_of_tokens(*tokens).wait_all()}
+    rows = (work.ranks - 1) * work.tokens
+    if engine.by_kernels:
+        there = (work.of_all_ranks(work.index) // work.here == work.rank).any(1).view(work.ranks, -1)
+        rows = int(slowest(int(there.sum() - there[work.rank].sum())))
+    else:
+        parts = work.x.repeat(work.ranks, 1)
+        calls["exchange"] = lambda: engine.exchange([parts])
+    return {name: _bandwidth(time, rows * work.x[0].nbytes) for name, time in timer.measure(calls).items()}
 
 
 def _exchange_of_rows(work: Work, timer: Timer, deduplicated: bool, engine: Any) -> dict[str, Any]:
@@ -455,8 +456,6 @@ def lines(entry: dict[str, Any]) -> Iterator[str]:
                 figures += f"  peak {nbytes / 2**20:6.0f} MiB  host syncs {row['host_syncs']}"
             if row["communication"]:
                 figures += f"  SMs {row['communication']['sms']}"
-                if rate := row["communication"]["copies_gb_s"]:
-                    figures += f"  copies {rate:.0f} GB/s"
             figures += f"  error {max(row['errors'].values()):.1e}"
         yield f"  {row['name']:26}{figures}{row['note']}"
     for name, found in entry["exchanges"].items():

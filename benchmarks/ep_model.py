@@ -1,7 +1,7 @@
 """A model on paper of one MoE layer's training step under expert parallelism, for 2 to 512 GPUs.
 
 `benchmarks.ep_model_page` writes it into docs/expert_parallel.md. Times of links are those of two GPUs, or
-assumptions (`NCCL`, `COPY_ENGINE`, `SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says
+assumptions (`NCCL`, `PEER`, `SLOW_LINK`). Times of experts are scaled from ``layer.json``. Nothing that it says
 of more than two GPUs was measured.
 
 A step has four exchanges: the tokens are gathered and their results return, in forward; the gradients of the results
@@ -19,10 +19,9 @@ from typing import Any
 
 from benchmarks import shapes
 from benchmarks.shapes import Shape
+from fusedmoe.builtin_rules.exchange.beside import LATENCY_US, LINK_GB_S
 from fusedmoe.commands.bench.layer import OURS
 from fusedmoe.commands.bench.measure import FORWARD, STEP
-from fusedmoe.expert_parallel.engine import expected_share
-from fusedmoe.expert_parallel.symmetric import FEW
 
 GPUS = (2, 8, 64, 512)
 NODE = 8  # GPUs that NVLink connects
@@ -66,12 +65,8 @@ class Link:
 NCCL_GB_S = {2**23: 159, 2**27: 279, 2**29: 332}  # bytes to the peer: GB/s
 NCCL_LATENCY_US = 26.0
 NCCL = Link((0, NCCL_LATENCY_US), *((size, size / gb_s / 1e3) for size, gb_s in NCCL_GB_S.items()))
-# Also measured there: a barrier of symmetric memory, and a copy from the peer's memory (391 GB/s to the peer's memory).
-BARRIER_US, PULL_GB_S, PUSH_GB_S = 7.4, 373, 391
-COPY_ENGINE = Link.line(BARRIER_US, PULL_GB_S)
-# And a kernel that gathers rows of 4 KiB from the peer's memory.
-KERNEL_GB_S = 337
-KERNEL = Link.line(BARRIER_US, KERNEL_GB_S)
+# An exchange by the kernels of `"symmetric"`, with the figures by which its rules divide rows.
+PEER = Link.line(LATENCY_US, LINK_GB_S)
 # Assumptions: InfiniBand of 400 Gb/s per GPU, and its latency. The host reads numbers of rows, and launches the rest.
 SLOW_GB_S, SLOW_LATENCY_US, HOST_SYNC_US = 50.0, 50.0, 100.0
 SLOW_LINK = Link.line(SLOW_LATENCY_US, SLOW_GB_S)
@@ -135,33 +130,31 @@ class Engine:
         The copies of a gather and of a return, for a layer and ranks.
     local_rows
         Rows that a rank reads or writes in its own memory, per token and step, beyond those of the layer on one GPU.
-    staged_rows
-        The same as a part of one gather and one return, which overlap as these do.
+    sent_rows
+        The same as a part of one gather, which overlaps as that does.
     of_package
         Whether ``fusedmoe`` has it.
-    overlaps
-        Whether products run while tokens travel.
+    beside
+        The share of a product's rows that are computed while other rows travel, 0 for none.
     """
 
     name: str
     traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]
     local_rows: Callable[[Shape, Ranks], float]
-    staged_rows: Callable[[Ranks], tuple[float, float]] = lambda ranks: (0, 0)
+    sent_rows: float = 0
     of_package: bool = True
-    overlaps: bool = False
+    beside: Callable[[Ranks], float] = lambda ranks: 0
     host_syncs: int = 0
     fast: Link = NCCL
-    few: Link | None = None  # in place of `fast`, if only the rows travel that a rank wants
     forwards: bool = False  # whether what came over the slow link goes on over NVLink
     several_nodes: bool = True
 
     def runs(self, ranks: Ranks) -> bool:
         return ranks.nodes == 1 or self.several_nodes
 
-    def ms(self, shape: Shape, ranks: Ranks, copies: Copies, row_bytes: float) -> float:
+    def ms(self, copies: Copies, row_bytes: float) -> float:
         """Return the time of an exchange. Both links work at the same time."""
-        link = self.few if self.few is not None and wants_few(shape, ranks) else self.fast
-        fast, slow = link.ms(copies.fast * row_bytes), SLOW_LINK.ms(copies.slow * row_bytes)
+        fast, slow = self.fast.ms(copies.fast * row_bytes), SLOW_LINK.ms(copies.slow * row_bytes)
         return max(fast, slow) + (NCCL_LATENCY_US / 1e3 if self.forwards and slow else 0)
 
 
@@ -171,13 +164,9 @@ def _all_tokens(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
     return Copies(p - 1, (p - g) / g), ranks.direct(1)
 
 
-def wants_few(shape: Shape, ranks: Ranks) -> bool:
-    """Whether ``"symmetric"`` reads the wanted rows alone."""
-    return expected_share(ranks.ranks, shape.top_k) <= FEW
-
-
-def _wanted(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
-    return _deduplicated(shape, ranks) if wants_few(shape, ranks) else _all_tokens(shape, ranks)
+def _pulled(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
+    """A rank reads the tokens that chose one of its experts. The sums of all tokens return."""
+    return ranks.direct(chance(shape, ranks.ranks)), ranks.direct(1)
 
 
 def _deduplicated(shape: Shape, ranks: Ranks) -> tuple[Copies, Copies]:
@@ -197,9 +186,9 @@ def _local_all(shape: Shape, ranks: Ranks) -> float:
     return 2 * (ranks.ranks + 1) + 2 * (ranks.ranks - 1)
 
 
-def _staged(ranks: Ranks) -> tuple[float, float]:
-    """Copies into the shared buffer: of a token, and of the results for other ranks. A copy reads a row, writes one."""
-    return 2, 2 * (ranks.ranks - 1)
+def _local_parts(shape: Shape, ranks: Ranks) -> float:
+    """Twice: the sums for other ranks are written, and the parts that come in place of them are read."""
+    return 2 * 2 * (ranks.ranks - 1)
 
 
 def _local_copies(traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]) -> Callable[[Shape, Ranks], float]:
@@ -212,13 +201,23 @@ def _local_copies(traffic: Callable[[Shape, Ranks], tuple[Copies, Copies]]) -> C
     return rows
 
 
+def _own(ranks: Ranks) -> float:
+    """The rows of this rank's tokens."""
+    return 1 / ranks.ranks
+
+
+def _all_but_one(ranks: Ranks) -> float:
+    """Rank by rank: the rows of the last rank that arrives, or of the first that leaves, hide nothing."""
+    return 1 - 1 / ranks.ranks
+
+
 SYMMETRIC = Engine(
-    "symmetric", _wanted, _local_all, _staged, overlaps=True, fast=COPY_ENGINE, few=KERNEL, several_nodes=False
+    "symmetric", _pulled, _local_parts, sent_rows=3, beside=_all_but_one, fast=PEER, several_nodes=False
 )  # fmt: skip
-ALLGATHER = Engine("allgather", _all_tokens, _local_all, overlaps=True)
+ALLGATHER = Engine("allgather", _all_tokens, _local_all, beside=_own)
 ALLTOALL = Engine("alltoall", _deduplicated, _local_copies(_deduplicated), host_syncs=1)
 HIERARCHICAL = Engine(
-    "hierarchical", _by_node, _local_copies(_by_node), of_package=False, overlaps=True, forwards=True
+    "hierarchical", _by_node, _local_copies(_by_node), of_package=False, beside=_own, forwards=True
 )  # fmt: skip
 ENGINES = (SYMMETRIC, ALLGATHER, ALLTOALL, HIERARCHICAL)
 
@@ -294,23 +293,22 @@ class Step:
     def overlapped_ms(self) -> float:
         """The time of communication that the stages of the layer do not hide.
 
-        FC1 of the own tokens hides the gather of the others. FC2 of the own tokens comes last, and hides the return of
-        the others' results. So does the gradient of FC2 for the gather in backward. FC1's weight gradient hides the
-        return of the gradients.
+        The rows ``beside`` of FC1 hide the gather, those of FC2 the return, and those of the gradient of FC2 the gather
+        in backward. FC1's weight gradient hides the return of the gradients.
         """
-        own_ms = 1 / self.ranks.ranks
+        share = self.engine.beside(self.ranks)
         stages = (
-            (self.gather_ms, self.forward_ms * 2 / 3 * own_ms),
-            (self.return_ms, self.forward_ms / 3 * own_ms),
-            (self.gather_ms, self.backward_ms / 6 * own_ms),
-            (self.return_ms, self.backward_ms / 3),
+            (self.gather_ms, self.forward_ms * 2 / 3 * share),
+            (self.return_ms, self.forward_ms / 3 * share),
+            (self.gather_ms, self.backward_ms / 6 * share),
+            (self.return_ms, self.backward_ms / 3 if share else 0.0),
         )
         return sum(max(0.0, ms - hidden) for ms, hidden in stages) + self.around_ms
 
     @property
     def ms(self) -> float:
-        """The time of the step with the overlap that the engine has."""
-        return self.compute_ms + (self.overlapped_ms if self.engine.overlaps else self.exposed_ms)
+        """The time of the step."""
+        return self.compute_ms + self.overlapped_ms
 
 
 def predict(results: dict[str, Any], shape: Shape, gpus: int, engine: Engine, tokens: int = TOKENS) -> Step:
@@ -319,11 +317,10 @@ def predict(results: dict[str, Any], shape: Shape, gpus: int, engine: Engine, to
     forward_ms, backward_ms = rate(results, shape).ms(shape, tokens)
     gather, back = engine.traffic(shape, ranks)
     pass_ms = row / results["ceiling"]["copy_tb_s"] / 1e9  # reads or writes a row per token
-    staged = engine.staged_rows(ranks)
     return Step(
         engine, ranks, gather, back, row, forward_ms, backward_ms,
-        gather_ms=engine.ms(shape, ranks, gather, row) + staged[0] * pass_ms,
-        return_ms=engine.ms(shape, ranks, back, row) + staged[1] * pass_ms,
+        gather_ms=engine.ms(gather, row) + engine.sent_rows * pass_ms,
+        return_ms=engine.ms(back, row),
         local_ms=engine.local_rows(shape, ranks) * pass_ms,
         sync_ms=engine.host_syncs * HOST_SYNC_US / 1e3,
     )  # fmt: skip
@@ -349,6 +346,7 @@ class Check:
     """A step of ``ep.json``, and its prediction with experts as fast as measured there without communication."""
 
     machine: str
+    commit: str
     layer: str
     tokens: int
     engine: Engine
@@ -374,7 +372,7 @@ def checks(results: dict[str, Any], measured: Iterable[dict[str, Any]]) -> list[
                     step = predict(results, shape, of_gpu["ranks"], engine, entry["tokens_per_rank"])
                     factor = without / step.compute_ms
                     ms = replace(step, forward_ms=factor * step.forward_ms, backward_ms=factor * step.backward_ms).ms
-                    named = of_gpu["machine"], shape.name, entry["tokens_per_rank"], engine
+                    named = of_gpu["machine"], of_gpu["commit"], shape.name, entry["tokens_per_rank"], engine
                     found.append(Check(*named, times[engine.name], ms))
     return found
 

@@ -10,15 +10,12 @@ from benchmarks import ep_model
 from benchmarks.ep_model import (
     ALLGATHER,
     ALLTOALL,
-    BARRIER_US,
     GPUS,
     HIERARCHICAL,
     HOST_SYNC_US,
-    KERNEL_GB_S,
     NCCL_GB_S,
     NCCL_LATENCY_US,
     NODE,
-    PULL_GB_S,
     SLOW_GB_S,
     SLOW_LATENCY_US,
     SYMMETRIC,
@@ -28,6 +25,7 @@ from benchmarks.ep_model import (
 )  # fmt: skip
 from benchmarks.marked import table
 from benchmarks.shapes import Shape
+from fusedmoe.builtin_rules.exchange.beside import LATENCY_US, LINK_GB_S
 
 Found = dict[tuple[str, int], dict[str, Step]]  # by layer and the fewest GPUs with these ranks, and by engine
 SECTION = """\
@@ -37,32 +35,33 @@ exchange no tokens.
 
 {choice}
 
-The first engine is the fastest one of `fusedmoe`. Those after *or* are less than {margin:.0%} slower, which this model
-cannot tell apart. *experts* is the time without an exchange. *hierarchical*, which is not in `fusedmoe`, sends a token
-once to each node that has one of its experts, from where it goes on over NVLink.
+The first engine is the fastest one of `fusedmoe`; the model cannot tell those after *or* apart, less than {margin:.0%}
+slower. *experts* is the time without an exchange. *hierarchical*, which is not in `fusedmoe`, sends a token once to
+each node that has one of its experts.
 
-- **One node of {node}**: `symmetric` has the shortest steps. The products of the own tokens, an eighth of the rows,
-  hide {hidden_least:.0%} to {hidden_most:.0%} of the exchanges.
+- **One node of {node}**: `symmetric` has the shortest steps. Products hide {hidden_least:.0%} to {hidden_most:.0%} of
+  the exchanges.
 - **Several nodes: not `allgather`.** It sends {ratio_64:.0f} times the bytes of `alltoall` on 64 GPUs with the experts
   of Qwen3, and {ratio_512:.0f} times on 128. Its steps take {slow_least:.1f} to {slow_most:.1f} times as long. It also
   needs a `capacity`: rows of any routing take up to {rows_most:.0f} GB for one layer.
-- **Several nodes: keep the ranks of a layer in one node, if the experts fit.** A group of {node} ranks in each node has
-  the steps of {node} GPUs. A rank then has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and
-  {weights_v3:.1f} GB in each layer of DeepSeek-V3, besides gradients and the state of the optimizer.
+- **Several nodes: keep the ranks of a layer in one node, if the experts fit.** The steps are then those of {node} GPUs,
+  and a rank has {weights_30b:.2f} GB of weights in each layer of Qwen3-30B-A3B, and {weights_v3:.1f} GB in each of
+  DeepSeek-V3.
 - **If they do not fit, exchanges take longer than products.** With {slow:.0f} GB/s per GPU, those of `alltoall` take
   {share_least:.1f} to {share_most:.1f} times the experts' time. Hierarchical dispatch sends {by_node_64:.0%} of its
   bytes over the slow link for DeepSeek-V3 on 64 GPUs, and {by_node_512:.0%} on 512.
 
-The model has the speed of the experts from one {machine} (`layer.json`, commit {commit}), and the links of two H200s of
-one host: NCCL ({nccl}, {nccl_us:.0f} us), copies from the peer ({pull} GB/s), a kernel that reads rows of the peer
-({kernel} GB/s), a barrier ({barrier} us). **Assumed**: NVLink between {node} GPUs is as fast as between two; a link
+The model has the speed of the experts from one {machine} (`layer.json`, commit {commit}), the links of two H200s of
+one host with NCCL ({nccl}, {nccl_us:.0f} us), and those of two H100s by which the rules of `symmetric` divide rows
+({peer} GB/s, {peer_us} us). **Assumed**: NVLink between {node} GPUs is as fast as between two; a link
 between nodes has {slow:.0f} GB/s per GPU and {slow_us:.0f} us, without congestion; a host that reads numbers of rows
-takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of NCCL's kernels, ranks with more rows
-than others, and the traffic of other parts of the model. {check}
+takes {sync:.0f} us. Left out: launches, ids and weights of experts, the SMs of exchanges, tiles with rows of several
+ranks, ranks with more rows than others, and the traffic of other parts of the model. {check}
 """
 CHECK = """\
-Of the steps of two GPUs in `ep.json`, those without a host that waits deviate by up to {worst:.0%} from the model, and
-those of `alltoall`, whose host waits and launches the rest of the step late, by up to {waiting:.0%}."""
+Of the steps of two GPUs in `ep.json` (commit {commits}), those without a host that waits deviate by up to {worst:.0%}
+from the model, and those of `alltoall`, whose host waits and launches the rest of the step late, by up to
+{waiting:.0%}."""
 UNCHECKED = 0.2  # the margin without measurements
 
 
@@ -79,8 +78,8 @@ def render(results: dict[str, Any], measured: Sequence[dict[str, Any]] = ()) -> 
     return SECTION.format(
         tokens=TOKENS, node=NODE, choice=_choice(found, margin), margin=margin, slow=SLOW_GB_S,
         slow_us=SLOW_LATENCY_US, sync=HOST_SYNC_US, nccl_us=NCCL_LATENCY_US,
-        nccl=", ".join(f"{gb_s} GB/s for {size >> 20} MiB" for size, gb_s in NCCL_GB_S.items()), pull=PULL_GB_S,
-        kernel=KERNEL_GB_S, barrier=BARRIER_US, machine=results["machine"], commit=results["commit"][:12], check=check,
+        nccl=", ".join(f"{gb_s} GB/s for {size >> 20} MiB" for size, gb_s in NCCL_GB_S.items()), peer=LINK_GB_S,
+        peer_us=LATENCY_US, machine=results["machine"], commit=results["commit"][:12], check=check,
         **_figures(layers, found),
     )  # fmt: skip
 
@@ -115,7 +114,8 @@ def _check(compared: Sequence[Check]) -> tuple[str, float]:
     if math.isnan(worst[False]):
         return "", UNCHECKED
     margin = math.ceil(20 * worst[False]) / 20
-    return CHECK.format(worst=worst[False], waiting=worst[True]), margin
+    commits = ", ".join(dict.fromkeys(c.commit[:12] for c in compared))
+    return CHECK.format(commits=commits, worst=worst[False], waiting=worst[True]), margin
 
 
 def _figures(layers: dict[str, Shape], found: Found) -> dict[str, float]:

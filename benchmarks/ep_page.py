@@ -18,10 +18,9 @@ whose host reads the numbers of rows, and whose experts are plain torch (`F.grou
 time is the median over the calls of the slowest rank's time. The exposed communication of a step is its time minus
 that without communication. The host time of a candidate that synchronises includes its waits for the device. The
 peak of memory includes the buffers of `symmetric`. The rows without communication and their gradients are there before
-the measurement, and so not in its peak. *SMs* are the most that a kernel of the communication takes. *Copies* is the
-rate of the copies between GPUs, each way, while products run. The bandwidth of an exchange alone includes barriers
-and copies into buffers. The file `ep.json` also has quartiles, errors and plans. Without a GPU, the section runs a
-tiny layer on gloo.
+the measurement, and so not in its peak. *SMs* are the most that a kernel of the communication takes beside products.
+The bandwidth of an exchange alone includes waits for other ranks and copies into buffers. The file `ep.json` also has
+quartiles, errors and plans. Without a GPU, the section runs a tiny layer on gloo.
 [Expert parallelism](expert_parallel.md#at-scale-on-paper) predicts steps on more GPUs.
 """
 MEASURED = """\
@@ -57,15 +56,14 @@ def _steps(shapes: Iterable[dict[str, Any]]) -> str:
         [
             *_head(shape), row["name"], f"{row['ms']:.2f}", _number(row["x_no_communication"], ".2f"),
             _number(row["exposed_ms"], ".2f"), _number(row["host_us"], ".0f"), _number(row["host_syncs"], "d"),
-            _number((row["communication"] or {}).get("sms"), "d"),
-            _number((row["communication"] or {}).get("copies_gb_s"), ".0f"), _number(_peak_gib(row), ".2f"),
+            _number((row["communication"] or {}).get("sms"), "d"), _number(_peak_gib(row), ".2f"),
         ]
         for shape in shapes
         for row in shape["rows"]
         if row["ms"]
     ]  # fmt: skip
     head = ["shape", "tokens per rank", "", "ms", f"x {REFERENCE}", "exposed, ms", "host us", "host syncs", "SMs"]
-    return table([*head, "copies, GB/s", "peak, GiB"], rows)
+    return table([*head, "peak, GiB"], rows)
 
 
 def _exchanges(shapes: Iterable[dict[str, Any]]) -> str:

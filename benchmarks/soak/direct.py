@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.soak.layers import ROWS, rows_per_expert
+from fusedmoe.kernels.exchange import functions as exchange_functions
+from fusedmoe.kernels.exchange.functions import Region
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, END, READY, TELL
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
@@ -192,6 +195,80 @@ def sums_and_copies(o: Operands, options: KernelOptions) -> tuple[Values, Values
     )
 
 
+RANKS, HERE = 2, 3
+"""Of the exchanges: ranks, and the experts of each."""
+
+
+def _regions(o: Operands, sizes: list[int]) -> tuple[list[Region], list[int]]:
+    """Return the regions of the ranks, in memory of this GPU, and the places of tensors of these sizes in them.
+
+    Launches follow each other, so a kernel must find the words that it waits for: those of the first exchange.
+    """
+    places, nbytes = exchange_functions.places(sizes)
+    memory = torch.zeros(RANKS, nbytes // 4, dtype=torch.int32, device=o.x.device)
+    memory[:, READY : READY + RANKS] = 1
+    peers = torch.tensor([m.data_ptr() for m in memory], device=o.x.device)
+    return [Region(peers, m[:CONTROL_WORDS], r, 10**9) for r, m in enumerate(memory)], places
+
+
+def gather(o: Operands, options: KernelOptions, index: torch.dtype = torch.int64) -> tuple[Values, Values]:
+    """The tokens of all ranks; then those of the first rank again, without ids, after a signal."""
+    rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
+    tokens = o.x[: RANKS * rows].view(RANKS, rows, -1)
+    ids = (o.row_of_slot[: RANKS * rows] % (RANKS * HERE + 2) - 1).to(index).view(RANKS, rows, chosen)
+    weights = o.scale[: ids.numel()].view(ids.shape)
+    regions, places = _regions(o, [4 * ids[0].numel(), 4 * ids[0].numel(), tokens[0].nbytes])
+    send = exchange_functions.bind_send(tokens[0], ids[0], weights[0], RANKS, rows, HERE)
+    pull = exchange_functions.bind_pull(tokens[0], RANKS * rows, chosen, HERE, places[-1], FEW_SMS)
+    for _ in range(2):  # first, the last rank has not written its ids when others read them
+        sent = [send(region, tokens[r], ids[r], weights[r]) for r, region in enumerate(regions)]
+    got, want = {}, {}
+    for r, (region, (every, of_rank, of_weights)) in enumerate(zip(regions, sent, strict=True)):
+        assert of_rank is not None
+        assert of_weights is not None
+        pull(region, every, of_rank)
+        valid = torch.where((ids >= 0) & (ids < RANKS * HERE), ids, -1) - r * HERE
+        there = ((valid >= 0) & (valid < HERE)).any(2)
+        there[r] = True
+        got |= {f"tokens {r}": every.view(tokens.shape)[there], f"ids {r}": of_rank.view(ids.shape)}
+        want |= {f"tokens {r}": tokens[there], f"ids {r}": valid.int()}
+        got[f"weights {r}"], want[f"weights {r}"] = of_weights.view(ids.shape), weights
+    signal = exchange_functions.bind_signal(regions[0])
+    of_rows = exchange_functions.bind_send(tokens[0], None, None, RANKS, rows, HERE)
+    for phase in (BEGIN, END):
+        signal(regions[0], phase)
+        signal(regions[1], phase)
+    every, *_ = of_rows(regions[0], tokens[0])
+    regions[0].control[READY + 1] = regions[0].control[READY]
+    signal(regions[0], TELL)
+    got["own tokens"], want["own tokens"] = every[:rows], tokens[0]
+    return got, want
+
+
+def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[Values, Values]:
+    """The sums over ranks of sums over slots; ``valued``: with a value per slot."""
+    rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
+    slots = o.row_of_slot[: RANKS * rows]
+    given = [(o.rows, o.scale if valued else None), (-o.rows.flip(0), o.scale.flip(0) if valued else None)]
+    total = slot_functions.bind_sum_slots(o.rows, slots, None)
+    sums = [total(each, slots) for each, _ in given]
+    regions, (at_parts, at_values) = _regions(o, [sums[0].nbytes, 4 * slots.numel()])
+    push = exchange_functions.bind_push(sums[0], slots, given[0][1], at_parts, at_values, FEW_SMS)
+    of_values = o.scale.dtype if valued else None
+    over_ranks = exchange_functions.bind_total(o.rows, rows, chosen, of_values, rows, at_parts, at_values)
+    for region, each, (_, values) in zip(regions, sums, given, strict=True):
+        push(region, each, values, slots, 0 if valued else 1, RANKS)
+    got, want = {}, {}
+    for r, region in enumerate(regions):
+        own = slice(r * rows, (r + 1) * rows)
+        got[f"sums {r}"], found = over_ranks(region, given[r][0], slots[own])
+        want[f"sums {r}"] = (sums[0][own].float() + sums[1][own].float()).bfloat16()
+        if found is not None:
+            padded = [torch.cat([values, values.new_zeros(1)]) for _, values in given if values is not None]
+            got[f"values {r}"], want[f"values {r}"] = found, padded[0][slots[own]] + padded[1][slots[own]]
+    return got, want
+
+
 DIRECT = (
     Direct("product of ranges", product_of_ranges, tiles=3),
     Direct("activation of ranges", activation_of_ranges, tiles=3),
@@ -202,5 +279,9 @@ DIRECT = (
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
     Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
+    Direct("gather", gather),
+    Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),
+    Direct("return", returned),
+    Direct("return without values", partial(returned, valued=False)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

@@ -145,7 +145,7 @@ class Engine:
     # Whether an exchange is some kernels on the stream of the layer, see `fusedmoe.kernels.exchange`: a product may
     # begin beside one of them.
     by_kernels: ClassVar[bool] = False
-    # The SMs that a product beside an exchange leaves to it: a barrier between the ranks is a kernel.
+    # The SMs that a product beside an exchange leaves to it.
     sms: ClassVar[int] = 2
 
     def __init_subclass__(cls) -> None:

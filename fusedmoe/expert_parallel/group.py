@@ -53,7 +53,8 @@ class ExpertParallel:
         ``"allgather"``: every rank gets all tokens, by collectives of the group's backend.
         ``"alltoall"``: a rank gets the tokens that chose one of its experts. The host waits for the device in each
         call, to learn how many these are.
-        ``"symmetric"``: as ``"allgather"``, by reads of the memory of other GPUs, for ranks inside one NVLink domain.
+        ``"symmetric"``: kernels read the tokens that chose one of the rank's experts from the memory of other GPUs, and
+        write results to it; for ranks inside one NVLink domain. No host waits.
         ``"auto"``: ``"symmetric"`` if all ranks can run it: at most 32 on one host, each with its own GPU of compute
         capability 9.0, 10.0 or 10.3 as the current device, and with the packages of the kernels. If the group has
         NCCL, the ranks tell each other in the constructor: every rank of the group must call it. Otherwise, an `MoE`

@@ -42,8 +42,8 @@ def tokens(count, dtype=torch.float32):
 class Watched(Recording):
     """Also writes down when a gather is waited for."""
 
-    def start_gather(self, *args, **told):
-        pending = super().start_gather(*args, **told)
+    def start_gather(self, *args):
+        pending = super().start_gather(*args)
         wait = pending.wait
 
         def noted(number):

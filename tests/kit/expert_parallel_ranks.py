@@ -242,19 +242,19 @@ class Recording(AllGather):
         super().__init__(group)
         self.log = []
 
-    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
+    def start_gather(self, tensors, rows, wanted=None):
         self.log.append(("gather", rows, [(tuple(t.shape[1:]), t.dtype) for t in tensors]))
-        return super().start_gather(tensors, rows, wanted, lend, told)
+        return super().start_gather(tensors, rows, wanted)
 
-    def start_exchange(self, tensors, wanted=None):
+    def start_exchange(self, tensors):
         self.log.append(("exchange", [(tuple(t.shape), t.dtype) for t in tensors]))
-        return super().start_exchange(tensors, wanted)
+        return super().start_exchange(tensors)
 
 
 class Poisoned(AllGather):
     """Fills the rows of a rank after its own tokens with NaN, as the interface allows."""
 
-    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
+    def start_gather(self, tensors, rows, wanted=None):
         given = []
         for t in tensors:
             out = t.new_zeros(rows, *t.shape[1:])
@@ -262,35 +262,24 @@ class Poisoned(AllGather):
                 out.view(torch.uint8).fill_(0xFF)  # in every format
             out[: t.shape[0]] = t
             given.append(out)
-        return super().start_gather(given, rows, wanted, lend, told)
+        return super().start_gather(given, rows, wanted)
 
 
 class Selective(AllGather):
-    """Fills the gathered rows that the caller does not want with NaN, as the interface allows, and finds zeros in those
-    that it does not want of an exchange.
-    """
-
-    def start_gather(self, tensors, rows, wanted=None, lend=False, told=None):
-        pending = super().start_gather(tensors, rows, wanted, lend, told)
-        *others, last = pending.wait_all()
-        if wanted is not None:
-            unwanted = ~wanted.rows(*others)
-            self.unwanted += int(unwanted.sum())
-            last[unwanted] = torch.nan
-        return pending
-
-    def start_exchange(self, tensors, wanted=None):
-        pending = super().start_exchange(tensors, wanted)
-        if wanted is not None:
-            unwanted = ~wanted.rows()
-            self.unwanted += int(unwanted.sum())
-            for parts in pending.wait_all():
-                assert not any(part[here].any() for part, here in zip(parts, unwanted, strict=True))
-        return pending
+    """Fills the gathered rows that the caller does not want with NaN, as the interface allows."""
 
     def __init__(self, group):
         super().__init__(group)
         self.unwanted = 0
+
+    def start_gather(self, tensors, rows, wanted=None):
+        pending = super().start_gather(tensors, rows, wanted)
+        if wanted is not None:
+            last = pending.wait_all()[-1]
+            unwanted = ~((wanted.ids >= 0) & (wanted.ids < wanted.experts)).any(1)
+            self.unwanted += int(unwanted.sum())
+            last[unwanted] = torch.nan
+        return pending
 
 
 @contextmanager

@@ -4,6 +4,11 @@ from dataclasses import replace
 from itertools import product
 
 from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.exchange.pull import Pull
+from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.send import Send
+from fusedmoe.kernels.exchange.signal import Signal
+from fusedmoe.kernels.exchange.total import Total
 from fusedmoe.kernels.rows.activation.kernel import Activate, ActivateBackward
 from fusedmoe.kernels.rows.move.offsets import ColumnSums, Offsets, ZeroTail
 from fusedmoe.kernels.rows.move.parts import Parts, SumParts
@@ -138,8 +143,10 @@ QUICK_ROWS = [
     Offsets("int64"), ZeroTail("bf16"), ColumnSums("bf16", "bf16"),
     Route("int64", "fp32", 128, False), Route("int32", "bf16", limits.MOST_EXPERTS, True),
     GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32", 8, adds=True, rounds=True), SumSlots("fp16", "bf16", 4),
-    RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 1),
+    RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 2),
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
+    Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Pull("bf16"), Pull("fp16"), Push("bf16"),
+    Push("fp16", "bf16"), Total("bf16"), Total("fp16", "fp16"), Signal(),
     Choose("topk_softmax", 128, False, None, False, False, 1, False, False, slots=8),
     Choose("sigmoid", 512, True, "fp32", True, True, 3, True, True),
     ChooseBackward("sigmoid", 512, True, (0, 0, 1, 2), of_rows=True, grads="lpz", sums=True),
@@ -169,8 +176,9 @@ QUICK_ROWS += [
         (Offsets("int64"), Route("int64", "fp32", 128, True), GatherRows("bf16", "fp32"), SumSlots("bf16", None),
          Activate("bf16", "swiglu", False, False, "fp32"), QuantizePacked("bf16", True, True, True),
          QuantizePackedWeight("bf16", True, True, True),
-         QuantizePackedFormat("bf16", True, True, True, nvfp4(), True, True, False, halves=False)),
-        ("sm_100a", "sm_103a") * 4, strict=True,
+         QuantizePackedFormat("bf16", True, True, True, nvfp4(), True, True, False, halves=False),
+         Send("bf16", "int64"), Pull("bf16"), Push("bf16", "fp32"), Total("bf16", "fp32")),
+        ("sm_100a", "sm_103a") * 6, strict=True,
     )
 ]  # fmt: skip
 ROWS = list(dict.fromkeys((*QUICK_ROWS, *SHIPPED_ROWS)))

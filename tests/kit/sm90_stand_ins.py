@@ -236,7 +236,7 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
         return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
 
     (y,) = _of_rows("gemm", product, offsets, len(weight), x, gather, (row_scale,), ranges, out)
-    return y
+    return y if out is None or ranges else out.copy_(y)
 
 
 @binds("x", "weight", "bias", "offsets", "row_scale", "gather", "amax")

@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import statistics
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from kit.timers import CountingTimer
 from benchmarks import (
     cases,
     dense,
+    ep,
     ep_model,
     gpu,
     host,
@@ -402,3 +404,28 @@ def test_copies_are_those_of_all_choices(ranks, node, monkeypatch):
     for engine, expected in zip(engines, enumerated(SMALL, ranks, node), strict=True):
         for copies in engine.traffic(SMALL, ep_model.Ranks(ranks)):
             assert [copies.fast, copies.slow] == pytest.approx(expected), engine.name
+
+
+def test_kernels_that_communicate_are_known_by_their_names(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which names the kernels")
+    pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
+    from kit.compiled import compile_keeping
+
+    from fusedmoe.kernels.build.shipped import shipped
+
+    told = {}
+    for kernel in shipped("sm_90a"):
+        kind = type(kernel).__name__
+        moves = type(kernel).__module__.startswith(("fusedmoe.kernels.exchange", "fusedmoe.kernels.rows.move"))
+        if kind in told or not moves:
+            continue
+        folder = tmp_path / kind
+        folder.mkdir()
+        compile_keeping(kernel, "ptx", folder)
+        (source,) = folder.glob("*.ptx")
+        name = re.search(r"\.entry (\w+)", source.read_text())[1]
+        told[kind] = bool(ep._COMMUNICATES.search(name)), bool(ep._ALONE.search(name))
+    assert told.pop("Pull") == told.pop("Push") == (True, False)
+    assert [told.pop(kind) for kind in ("Send", "Total", "Signal")] == [(True, True)] * 3
+    assert len(told) > 5
+    assert {*told.values()} == {(False, False)}

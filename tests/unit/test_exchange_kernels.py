@@ -3,17 +3,28 @@
 Launches of an emulated GPU run one after the other. So the words that a kernel waits for are there before its launch.
 """
 
+import shutil
+
 import pytest
 import torch
+
+pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
+pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
+
+from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, DONE, END, NUMBER, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, DONE, END, NUMBER, READY, REPORT, TELL
 
-BF16 = torch.bfloat16
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
+
+BF16, FP16 = torch.bfloat16, torch.float16
 SMS = 2
 EXPERTS_HERE = 2
+TWICE = 32 * SMS * COPY_WARPS  # from this row on, a warp copies its second 32 rows
+WIDE = 2048 + 8  # columns, of which a warp copies 2,048 at once
 
 
 @pytest.fixture(autouse=True)
@@ -47,19 +58,24 @@ class Ranks:
         return self.memory[rank].view(torch.uint8)[first : first + count].view(dtype).view(shape)
 
 
-def routed(ranks, rows, chosen, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def routed(ranks, rows, chosen, columns=136, dtype=BF16, ids=None):
+    generator = torch.Generator().manual_seed(0)
     counts = [rows - r % 2 for r in range(ranks)]
-    x = [torch.randn(n, 2 * 64 + 8, generator=generator).to(BF16) for n in counts]
-    index = [torch.randint(-1, ranks * EXPERTS_HERE + 2, (n, chosen), generator=generator) for n in counts]
+    x = [torch.randn(n, columns, generator=generator).to(dtype) for n in counts]
+    most = ids or ranks * EXPERTS_HERE + 2
+    index = [torch.randint(-1, most, (n, chosen), generator=generator) for n in counts]
     weight = [torch.rand(n, chosen, generator=generator) for n in counts]
     return counts, x, index, weight
 
 
-@pytest.mark.parametrize(("ranks", "rows", "chosen"), [(2, 5, 3), (3, 40, 2)])
-@pytest.mark.parametrize("number", [0, 2**31 - 1], ids=["first", "wraps"])
-def test_gather(ranks, rows, chosen, number):
-    counts, x, index, weight = routed(ranks, rows, chosen)
+@pytest.mark.parametrize(
+    ("ranks", "rows", "chosen", "more", "number"),
+    [(2, 5, 3, {}, 0), (3, 40, 2, {}, 2**31 - 1), (2, 5, 3, {}, 2**31 - 1), (3, 40, 2, {}, 0),
+     (2, TWICE + 40, 1, {"columns": WIDE, "dtype": FP16, "ids": 16}, 0)],
+    ids=["two", "three, wraps", "two, wraps", "three", "many rows, wide, fp16"],
+)  # fmt: skip
+def test_gather(ranks, rows, chosen, more, number):
+    counts, x, index, weight = routed(ranks, rows, chosen, **more)
     columns = x[0].shape[1]
     at = functions.places([4 * rows * chosen, 4 * rows * chosen, 2 * rows * columns])
     after = number + 1 if number < 2**31 - 1 else -(2**31)
@@ -93,7 +109,7 @@ def test_gather(ranks, rows, chosen, number):
                 wanted = here.any(1) if q != r else torch.ones(count, dtype=torch.bool)
                 assert torch.equal(rows_q[wanted], x[q][wanted])
                 assert rows_q[~wanted].isnan().all()  # nobody copies them
-                assert wanted.any()
+                assert wanted[TWICE:].any() if rows > TWICE else wanted.any()
     for memory in world.memory:
         assert memory[NUMBER] == after
         assert memory[DONE : DONE + ranks].tolist() == [after] * ranks
@@ -115,12 +131,15 @@ def test_gather_of_rows_alone():
             assert all(torch.equal(got[r].view(ranks, rows, -1)[q][: len(x[q])], x[q]) for q in range(ranks))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("valued", [False, True])
-def test_return(ranks, valued):
-    rows, chosen, tokens, total, columns = 6, 3, 5, 20, 264
+@pytest.mark.parametrize(
+    ("ranks", "valued", "rows", "columns", "dtype"),
+    [(2, False, 6, 264, BF16), (2, True, 6, 264, BF16), (3, False, 6, 264, BF16), (3, True, 6, 264, BF16),
+     (2, True, TWICE + 9, WIDE, FP16)],
+)  # fmt: skip
+def test_return(ranks, valued, rows, columns, dtype):
+    chosen, tokens, total = 3, 5, 20
     generator = torch.Generator().manual_seed(ranks)
-    given = [torch.randn(total, columns, generator=generator).to(BF16) for _ in range(ranks)]
+    given = [torch.randn(total, columns, generator=generator).to(dtype) for _ in range(ranks)]
     values = [torch.randn(total, generator=generator) if valued else None for _ in range(ranks)]
     slots = [
         torch.randint(0, total + 9, (ranks * rows, chosen), generator=generator).clamp(max=total) for _ in range(ranks)
@@ -130,17 +149,17 @@ def test_return(ranks, valued):
 
     def part(r, q):
         """The sums of rank r for the tokens of rank q, in the order of slots."""
-        padded = torch.cat([given[r], torch.zeros(1, columns, dtype=BF16)]).float()
+        padded = torch.cat([given[r], torch.zeros(1, columns, dtype=dtype)]).float()
         sums = torch.zeros(rows, columns)
         for k in range(chosen):
             sums += padded[slots[r].view(ranks, rows, chosen)[q, :, k]]
-        return sums.to(BF16)
+        return sums.to(dtype)
 
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, at[1], -1)
         for r in range(ranks):
             sums = torch.cat(
-                [part(r, q) if q != r else torch.full((rows, columns), torch.nan, dtype=BF16) for q in range(ranks)]
+                [part(r, q) if q != r else torch.full((rows, columns), torch.nan, dtype=dtype) for q in range(ranks)]
             )
             push = functions.bind_push(sums, slots[r], values[r], at_parts, at_values, SMS)
             for begin, end in [(0 if valued else 1, 2), (2, ranks)]:
@@ -151,13 +170,13 @@ def test_return(ranks, valued):
             if not valued:
                 others[q] = -1  # a rank tells itself nothing
             assert world.memory[q][READY : READY + ranks].tolist() == others
-            dtype = torch.float32 if valued else None
-            total_of = functions.bind_total(given[q], tokens, chosen, dtype, rows, at_parts, at_values)
+            of_slots = torch.float32 if valued else None
+            total_of = functions.bind_total(given[q], tokens, chosen, of_slots, rows, at_parts, at_values)
             y, of_values = total_of(world.of[q], given[q], slots[q].view(ranks, rows, chosen)[q])
             want = torch.zeros(tokens, columns)
             for r in range(ranks):
                 want += part(r, q)[:tokens].float()
-            assert torch.equal(y, want.to(BF16))
+            assert torch.equal(y, want.to(dtype))
             assert y.float().norm() > 1
             if valued:
                 padded = [torch.cat([v, torch.zeros(1)]) for v in values]
@@ -182,6 +201,22 @@ def test_signals():
         signal(world.of[0], END)
         assert world.memory[0][NUMBER] == 4
         assert world.memory[1][DONE : DONE + 2].tolist() == [4, 3]
+
+
+def test_a_rank_that_does_not_come_is_reported():
+    ids, report = torch.zeros(3, 1, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    rows = torch.zeros(3, 8, dtype=BF16)
+    at, nbytes = functions.places([2 * 8])
+    with emulated() as gpu:
+        world = Ranks(gpu, 3, nbytes, 6)
+        world.memory[0][READY + 1] = 7  # rank 2 has written no data
+        world.memory[0][REPORT : REPORT + 2] = torch.tensor([report.data_ptr()]).view(torch.int32)
+        gpu.others.append(report)
+        pull = functions.bind_pull(rows, 3, 1, EXPERTS_HERE, at[0], SMS)
+        with pytest.raises(EmulationError, match="the kernel ends with an error"):
+            pull(world.of[0]._replace(patience=10**6), rows, ids)
+    assert report.tolist() == [2 + 1, 7]
+    assert world.memory[0][NUMBER] == 6
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,15 @@ def test_the_engine_imports_no_op_no_kernel_and_no_rule():
     assert found == set()
 
 
-def test_expert_parallelism_imports_no_kernel():
-    found = {str(i) for i in IMPORTS if of(i.importer, ("fusedmoe.expert_parallel",)) and of(i.imported, KERNELS)}
-    assert found == set()
+def test_expert_parallelism_imports_only_the_kernels_of_exchanges():
+    """For one engine, by their functions, which import the kernels where these are bound."""
+    found = {
+        (i.importer, i.imported)
+        for i in IMPORTS
+        if of(i.importer, ("fusedmoe.expert_parallel",)) and of(i.imported, KERNELS)
+    }
+    of_exchange = ("fusedmoe.kernels.exchange.functions", "fusedmoe.kernels.exchange.layout")
+    assert found == {("fusedmoe.expert_parallel.symmetric", module) for module in of_exchange}
 
 
 def test_the_engine_names_no_architecture():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from benchmarks.soak.watch import Soaked, family_of, soak
 from benchmarks.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_candidate, soak_here
 from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.build.shipped import shipped
+from fusedmoe.kernels.exchange import functions
 from fusedmoe.kernels.sm90 import launch
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -76,6 +78,19 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
     expected = {kernel.symbol for kernel in shipped("sm_90a")}
     expected.remove("sm90_route_int64_fp32_128_chunked")  # `Route` is compiled for numbers of experts
     assert expected - symbols_of(map(smaller, SUBJECTS), monkeypatch) == set()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
+@pytest.mark.parametrize("name", ["gather", "gather of 32-bit ids", "return", "return without values"])
+def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
+    for owner, sizes in ((functions, {"SEND_CTAS": 2, "TOTAL_CTAS": 3}), (direct, {"FEW_SMS": 2})):
+        for size, value in sizes.items():
+            monkeypatch.setattr(owner, size, value)
+    (found,) = (subject for subject in DIRECT if subject.name == name)
+    made = replace(found, experts=4, top_k=4, rows=256, hidden=64, intermediate=64).make(CPU)
+    got = made.results(made.call("zipf", "dynamic"))
+    assert len(got) >= 2
+    assert all(t.float().norm() > 1 for t in got.values())
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
-PUSH_SMS = 12  # of the kernel that sums rows for other ranks, an even number
+PUSH_SMS = 12  # of the kernel that copies sums to other ranks, an even number
 LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
 QUICK_US = 6.0  # of the same, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times

@@ -12,8 +12,8 @@ plain steps, in the same order. So it does not matter if the ranks choose differ
 With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
 SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank. With another engine, the
 product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs to
-the kernels of the exchange, except where it is launched after the barrier between the ranks: the expert ids, by which
-rows are sorted, have arrived.
+the kernels of the exchange, except in the first rule: the expert ids, by which rows are sorted, have arrived, so these
+kernels have their SMs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Signal`: the control of an exchange whose copies other kernels make, or the copy engines.
+"""`Signal`: the control of an exchange whose copies torch makes.
 
 Its phases, in this order in an exchange: `BEGIN`, before this rank writes; `TELL`, after it has written, which waits
 for the data of the others too; `END`, after it has read them.
