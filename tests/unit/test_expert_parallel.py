@@ -10,6 +10,7 @@ from torch import distributed as dist
 from torch import nn
 
 import fusedmoe as fm
+from fusedmoe.expert_parallel import engine
 from fusedmoe.expert_parallel.engine import Pending
 
 REMEDY = "experts are spread over ranks by expert_parallel="
@@ -76,8 +77,8 @@ def test_a_dtensor_is_refused_and_explained(mesh):
 def test_unawaited_results_are_awaited_on_the_stream_of_their_memory(monkeypatch):
     """After an error, memory that an engine still writes must not be used again."""
     streams = ["the stream of the layer"]
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(engine, "current_stream", lambda device: streams[-1])
+    monkeypatch.setattr(engine, "external_stream", lambda device, address: address)
 
     @contextlib.contextmanager
     def on(stream):
@@ -88,7 +89,7 @@ def test_unawaited_results_are_awaited_on_the_stream_of_their_memory(monkeypatch
     monkeypatch.setattr(torch.cuda, "stream", on)
     waited = []
     waits = [lambda: waited.append("the first"), lambda: waited.append(streams[-1])]
-    pending = Pending([torch.zeros(1), torch.zeros(1)], waits, [])
+    pending = Pending([[types.SimpleNamespace(device=torch.device("cuda", 0))], torch.zeros(1)], waits, [])
     pending.wait(0)
     assert waited == ["the first"]
     streams.append("another one")
