@@ -91,6 +91,8 @@ class Symmetric(Engine):
         self._channels: list[Channel] = []  # of eager calls, and of CUDA graphs
         self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
         self._stream: int | None = None  # the stream of the last eager exchange
+        self._unfinished: _Pulled | None = None  # a gather without its `Pull`
+        self._returns = False  # whether a return is without its `Total`
         self._gathers: dict[tuple[Any, ...], _Gather] = {}
         self._sums: dict[tuple[Any, ...], _Sums] = {}
         self._bound_signal: Callable[[functions.Region, int], None] | None = None
@@ -115,7 +117,7 @@ class Symmetric(Engine):
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
         every, ids, weights = gather.send(channel.region, x, index.contiguous(), weight.contiguous())
-        return _Pulled(gather, channel, [ids, weights, every], ids)
+        return _Pulled(self, gather, channel, [ids, weights, every], ids)
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
         last = tensors[-1]
@@ -127,7 +129,7 @@ class Symmetric(Engine):
             if gather.send is not None and functions.aligned(last):
                 channel = self.channel(gather.nbytes, last.device)
                 every, *_ = gather.send(channel.region, last)
-                return _Pulled(gather, channel, [every], wanted.ids)
+                return _Pulled(self, gather, channel, [every], wanted.ids)
         shapes = [t.shape[1:] for t in tensors]
         places, nbytes = functions.places([rows * t.shape[1:].numel() * t.itemsize for t in tensors])
         results = [t.new_empty(self.ranks * rows, *shape) for t, shape in zip(tensors, shapes, strict=True)]
@@ -197,9 +199,18 @@ class Symmetric(Engine):
             self._bound_signal = functions.bind_signal(channel.region)
         self._bound_signal(channel.region, phase)
 
-    def channel(self, nbytes: int, device: torch.device) -> Channel:
+    def channel(self, nbytes: int, device: torch.device, returns: bool = False) -> Channel:
+        who = f"ExpertParallel: rank {self.rank} of {self.ranks}"
         if self._late[0]:
-            raise RuntimeError(f"ExpertParallel: rank {self.rank} of {self.ranks}: {_told(self._late, self.timeout_s)}")
+            raise RuntimeError(f"{who}: {_told(self._late, self.timeout_s)}")
+        if self._returns:
+            raise RuntimeError(
+                f"{who}: an error has interrupted the exchange before this one, in which other ranks have got wrong "
+                "sums: start all ranks again"
+            )
+        if self._unfinished is not None:  # an error came between `Send` and `Pull`
+            self._unfinished.wait_all()
+        self._returns = returns
         capturing = torch.cuda.is_current_stream_capturing()
         if not self._channels or self._channels[0].nbytes < nbytes:
             if capturing:
@@ -219,6 +230,9 @@ class Symmetric(Engine):
             self._stream = stream
         return channel
 
+    def returned(self) -> None:
+        self._returns = False
+
     def _grow(self, nbytes: int, device: torch.device) -> None:
         """Replace the channels: a collective. Every rank comes here in the same exchange."""
         sizes = [0] * self.ranks
@@ -235,7 +249,7 @@ class Symmetric(Engine):
 
     def _made(self, buffer: SymmetricBuffer, device: torch.device) -> Channel:
         if self._report is None:
-            self._report = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._report = torch.zeros(2, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
             self._late = self._report.numpy()
             atexit.register(_tell_at_exit, self._report, self.rank, self.timeout_s)
         with torch.inference_mode(False):
@@ -328,12 +342,16 @@ class _Pulled(Pending):
 
     arrivals = PULL_SMS * COPY_WARPS
 
-    def __init__(self, gather: _Gather, channel: Channel, results: list[Tensor], ids: Tensor) -> None:
+    def __init__(
+        self, engine: Symmetric, gather: _Gather, channel: Channel, results: list[Tensor], ids: Tensor
+    ) -> None:
         super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])
+        self._engine, engine._unfinished = engine, self
         self._bound_pull, self._region, self._ids = gather.pull, channel.region, ids
         self._words: Tensor | None = None
 
     def _pull(self) -> None:
+        self._engine._unfinished = None
         assert self._bound_pull is not None
         self._bound_pull(self._region, self._results[-1], self._ids, self._words)
 

@@ -305,9 +305,9 @@ def odd_graphs(rank):
     exchanges = []
     start = ep.engine.channel
 
-    def counted(*args):
+    def counted(*args, **named):
         exchanges.append(args)
-        return start(*args)
+        return start(*args, **named)
 
     def step():
         return results(made, x, grad, weights)
@@ -357,8 +357,8 @@ def poisoned_regions(rank, ep):
     """Fill the rank's own data before each exchange, when the others have read them, and before they write there."""
     channel_of, engine = ep.engine.channel, ep.engine
 
-    def poisoned(nbytes, device):
-        channel = channel_of(nbytes, device)
+    def poisoned(nbytes, device, returns=False):
+        channel = channel_of(nbytes, device, returns)
         engine._signal(channel, BEGIN)
         data = channel.buffer.of_rank(rank, CONTROL_BYTES, (channel.nbytes - CONTROL_BYTES,), torch.uint8)
         data.fill_(0xFF)

@@ -271,3 +271,27 @@ def copied(ep, folder):
 
 def test_copied_experts_are_an_error(hopper_ranks, folder):
     hopper_ranks.run(copied, 2, None, folder)
+
+
+@on_each
+def interrupted(ep, folder):
+    """A gather that an error interrupts after its begin, and the exchanges after it; then an interrupted return."""
+    with hopper.on_cpus(folder):
+        engine = symmetric_of(ep, 4).engine
+        x, index = torch.full((4, 8), ep.rank + 1.0).bfloat16(), torch.zeros(4, 2, dtype=torch.int64)
+        found = []
+        for step in range(3):
+            kept = engine.start_gather_of_tokens([x + step], index, torch.ones(4, 2), 4, 2)  # an error keeps it alive
+            if step != 1:
+                kept.wait(2)
+            found.append(engine.gather([x + step], 4)[0][:, 0].tolist())
+        engine.channel(4096, x.device, returns=True)
+        with pytest.raises(RuntimeError, match="an error has interrupted the exchange before this one"):
+            engine.gather([x], 4)
+        return found, kept.unfinished(2)[:4, 0].tolist()
+
+
+def test_exchanges_after_an_error(hopper_ranks, folder):
+    want = [[step + 1.0] * 4 + [step + 2.0] * 4 for step in range(3)]
+    for found, _ in hopper_ranks.run(interrupted, 2, None, folder)[:2]:
+        assert found == want

@@ -268,8 +268,8 @@ def on_cpus(folder):
     FileBuffer.folder = folder
     channel_of = symmetric.Symmetric.channel
 
-    def poisoned(self, nbytes, device):
-        channel = channel_of(self, nbytes, device)
+    def poisoned(self, nbytes, device, returns=False):
+        channel = channel_of(self, nbytes, device, returns)
         Exchange(channel.region).begin()  # the others read the last data no more
         channel.buffer.memory[self.rank][CONTROL_BYTES:].fill_(0xFF)
         dist.barrier(self.group)  # none of them has begun to write

@@ -314,7 +314,7 @@ class _Pushed:
 
     def __init__(self, returns: ReturnsByKernels, rows: Tensor, row_of_slot: Tensor, values: Tensor | None) -> None:
         self._returns, self._given = returns, (rows, values, row_of_slot)
-        self._channel = returns.engine.channel(returns.nbytes, returns.device)
+        self._channel = returns.engine.channel(returns.nbytes, returns.device, returns=True)
         self._sums = rows.new_empty(returns.every, rows.shape[1])  # not of this rank's tokens
 
     def leave(self, steps: range) -> None:
@@ -326,7 +326,9 @@ class _Pushed:
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         returns, (rows, _, row_of_slot) = self._returns, self._given
-        return returns.total(self._channel.region, rows, row_of_slot[returns.own])
+        sums = returns.total(self._channel.region, rows, row_of_slot[returns.own])
+        returns.engine.returned()
+        return sums
 
 
 def bind_returns(expert_parallel: ExpertParallel, *args: Any) -> Returns:
