@@ -112,17 +112,13 @@ class Total(WarpKernel):
         loaded = self.load_parts(parts, token, column, vectors, 0, ranks)
         rows = [cute.make_rmem_tensor((VECTOR,), own.element_type) for _ in range(SLOTS)]
         for i in cutlass.range_constexpr(SLOTS):
-            # a slot without a row loads the last row: in a branch, the warp would wait for each load
-            row = cutlass.min(cute.arch.shuffle_sync(row_of_lane, i), own.shape[0] - 1)
-            v = cutlass.min(column, vectors - 1)
-            cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (v,)), rows[i])
+            row = cute.arch.shuffle_sync(row_of_lane, i)
+            rows[i].fill(0.0)
+            if column < vectors and row < own.shape[0]:
+                cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (column,)), rows[i])
         part = cute.make_rmem_tensor((VECTOR,), Float32)
         part.fill(0.0)
         for i in cutlass.range_constexpr(SLOTS):  # in the order of `SumSlots`, and rounded as the other parts
-            kept = cutlass.select_(cute.arch.shuffle_sync(row_of_lane, i) < own.shape[0], Int32(-1), Int32(0))
-            words = cute.recast_tensor(rows[i], Int32)
-            for w in cutlass.range_constexpr(cute.size(words)):
-                words[w] = words[w] & kept  # zeros, also in place of NaN
             part.store(part.load() + rows[i].load().to(Float32))
         part.store(part.load().to(own.element_type).to(Float32))
         total = cute.make_rmem_tensor((VECTOR,), Float32)
