@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -38,7 +39,7 @@ from fusedmoe.expert_parallel.group import ENGINES
 
 REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
 SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
-TOKENS = (8192, 32768)
+TOKENS = (2048, 8192, 32768)
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
 SAMPLED_TOKENS = 32  # of each rank
 
@@ -288,6 +289,8 @@ def measure(shape: Shape, tokens: int, timer: Timer, device: torch.device, dtype
     base = times[REFERENCE].median_ms if REFERENCE in times else None
     for name, time in times.items():
         rows[name] |= _times(time, None if name == REFERENCE else base)
+        if device.type == "cuda":
+            rows[name]["eager_ms"] = eager_ms(candidates[name].step)
     exchanges = {name: _exchanges(work, candidate, timer) for name, candidate in candidates.items() if candidate.ep}
     exchanges["sorted rows"] = _exchange_of_rows(work, timer, deduplicated=False, engine=None)
     entry = asdict(shape) | {"tokens_per_rank": tokens, "rows": list(rows.values()), "exchanges": exchanges}
@@ -295,10 +298,27 @@ def measure(shape: Shape, tokens: int, timer: Timer, device: torch.device, dtype
     return entry
 
 
+def eager_ms(call: Callable[[], Any], reps: int = 20) -> float:
+    """Return the time of a call that begins on idle devices, with the host's time before its first launch and between
+    launches: the median over the calls of the slowest rank.
+    """
+    taken = []
+    for _ in range(reps):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return slowest(statistics.median(taken))
+
+
 def _row(name: str, note: str) -> dict[str, Any]:
     figures = (
-        "ms", "quartiles_ms", "exposed_ms", "x_no_communication", "host_us", "host_syncs", "peak_bytes", "buffer_bytes",
-        "communication", "errors", "plan",
+        "ms", "quartiles_ms", "exposed_ms", "x_no_communication", "eager_ms", "host_us", "host_syncs", "peak_bytes",
+        "buffer_bytes", "communication", "errors", "plan",
     )  # fmt: skip
     return {"name": name, "note": note} | dict.fromkeys(figures)
 
@@ -450,6 +470,7 @@ def lines(entry: dict[str, Any]) -> Iterator[str]:
         if row["ms"]:
             figures = f"{row['ms']:9.3f} ms"
             figures += f"  exposed {row['exposed_ms']:8.3f} ms" if row["exposed_ms"] is not None else " " * 21
+            figures += f"  eager {row['eager_ms']:.3f} ms" if row["eager_ms"] is not None else ""
             figures += f"  host {row['host_us']:6.0f} us"
             if row["peak_bytes"] is not None:
                 nbytes = row["peak_bytes"] + row["buffer_bytes"]
