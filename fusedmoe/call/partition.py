@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from weakref import ref
 
@@ -20,85 +19,28 @@ from fusedmoe.base.autocast import casts_rows
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.inputs import Parameters, check_inputs, check_names, check_parameters, not_a_tensor
 from fusedmoe.base.log import say_once
+from fusedmoe.call.batches import BatchedPart, begins_batches
 from fusedmoe.call.chain import Chain
+from fusedmoe.call.parts import ChainPart, ModulePart, Part
 from fusedmoe.call.placing import Member, placed
 from fusedmoe.call.sorted_rows import (
     Boundary,
-    ModuleCall,
     accepts_splits,
     boundaries,
-    call_module,
     module_call,
-    why_no_rows,
 )
 from fusedmoe.call.still_valid import ModulesOfPartition
 from fusedmoe.expert_parallel.shards import Averaged, check_ddp, owners
 from fusedmoe.fusion.graph.forward import Graph, first_takers_of_offsets
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
+from fusedmoe.ops.dispatch import Combine
 from fusedmoe.ops.op import Node, Op, Runnable
 
 logger = logging.getLogger("fusedmoe.layers.sequential")
 
 
-@dataclass(frozen=True)
-class ChainPart:
-    """Consecutive ops that are planned together."""
-
-    chain: Chain  # the chain for input rows that ``splits`` counts
-    apart: Chain | None  # the chain for input rows that ``splits`` no longer counts; None if it is the same
-    sorts_rows: bool  # whether ``splits`` counts the output rows, for any input rows
-
-    @property
-    def title(self) -> str:
-        """The part's name in ``explain()``."""
-        first, last = self.chain.nodes[0].label, self.chain.nodes[-1].label
-        return f"chain {first}" if first == last else f"chain {first} to {last}"
-
-    def chain_for(self, counted: bool) -> Chain:
-        """Return the chain for input rows; ``counted`` is whether ``splits`` counts them."""
-        return self.chain if counted or self.apart is None else self.apart
-
-    def run(
-        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
-    ) -> tuple[Tensor, bool]:
-        """Run the chain; return the output rows, and whether ``splits`` counts them."""
-        return self.chain_for(counted).run(x, named, options, parameters), counted or self.sorts_rows
-
-
-@dataclass(frozen=True)
-class ModulePart:
-    """A module that is called as a module."""
-
-    label: str
-    module: nn.Module
-    call: ModuleCall
-
-    @property
-    def title(self) -> str:
-        """The part's name in ``explain()``, with the reason why the module is in no chain."""
-        why = (
-            "called as a module because of its hooks"
-            if self.call.takes or isinstance(self.module, Op)
-            else "not an op: splits the chain"
-        )
-        why = getattr(self.module, "purpose", why)
-        return f"module {self.label}: {type(self.module).__name__}: {why}"
-
-    def run(
-        self, x: Tensor, named: dict[str, Tensor], options: KernelOptions, parameters: Parameters | None, counted: bool
-    ) -> tuple[Tensor, bool]:
-        """Call the module with `call_module`; return as `ChainPart.run`. A `Sequential` uses its own options.
-
-        Raises `InputError`: the module returned no tensor, and an op comes after it.
-        """
-        y, counted = call_module(self.module, x, named, self.call, counted)
-        if wrong := why_no_rows(y, self.call):
-            raise InputError(wrong)
-        return y, counted
-
-
 @contextmanager
-def buffers_kept(parts: Sequence[ChainPart | ModulePart]) -> Iterator[None]:
+def buffers_kept(parts: Sequence[Part]) -> Iterator[None]:
     """Restore the buffers of modules after the block, in which ``explain()`` calls modules."""
     modules = [part.module for part in parts if isinstance(part, ModulePart)]
     buffers = [(b, b.clone()) for m in modules for b in m.buffers() if not b.is_inference()]
@@ -166,7 +108,7 @@ class Partition:
       of them.
 
     Its attributes:
-    - ``parts`` (list): `ChainPart` and `ModulePart`.
+    - ``parts`` (list): `ChainPart`, `ModulePart` and `BatchedPart`.
     - ``modules`` (ModulesOfPartition): the modules that it was made from. If they have changed, the partition does not
       hold.
     - ``wanted`` (dict): each runtime input that the caller must give, with the ops that take it.
@@ -205,9 +147,10 @@ class Partition:
         )
         self.names = self.wanted.keys()
         self.exchanges = any(getattr(m.module, "exchanges", False) or getattr(m.module, "travels", ()) for m in members)
-        chains = [part.chain for part in self.parts if isinstance(part, ChainPart)]
+        chains = [part.chain for part in self.parts if not isinstance(part, ModulePart)]
         self.parameters = {key: (op, name) for chain in chains for op, name, key in chain.parameters}
-        self._only_chain = chains[0] if len(chains) == len(self.parts) == 1 else None
+        only = self.parts[0] if len(self.parts) == 1 else None
+        self._only_chain = only.chain if isinstance(only, ChainPart) else None
         self._before: list[Callable[[], object]] = []  # to call before each run
         if self.exchanges:
             for _, op, ep in owners(root):
@@ -229,11 +172,11 @@ class Partition:
             x, counted = part.run(x, named, options, parameters, counted)
         return x
 
-    def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[ChainPart | ModulePart]:
+    def _parts_of(self, groups: list[list[Member]], around: list[list[Boundary]]) -> list[Part]:
         """Return the part of each group; fill `wanted` and `provided`. ``around`` are the rows at a group's members."""
         takes = [_takes(group) for group in groups]
         shared = [_shared_rows(group, among) for group, among in zip(groups, around, strict=True)]
-        parts: list[ChainPart | ModulePart] = []
+        parts: list[Part] = []
         for i, group in enumerate(groups):
             for name, ops in takes[i].items():
                 if name not in self.provided:
@@ -248,7 +191,9 @@ class Partition:
                 for name in (*getattr(m.module, "provides", ()), *getattr(m.module, "provides_if_read", ()))
             }
             self.provided |= provides
-            if group[0].joins:
+            if begins_batches(group[0].module):
+                parts.append(self._batched_part(group, provides, later, before))
+            elif group[0].joins:
                 exports = [name for name in provides if name in later or name in self._returned]
                 returns_rows = not isinstance(self._root, Op) or self._root.returns_rows
                 parts.append(_chain_part(_nodes(group), exports, shared[i], before, not i, returns_rows))
@@ -259,6 +204,22 @@ class Partition:
                 call = module_call(member.module, tuple(takes[i]), read, around[i], not i, gives_rows)
                 parts.append(ModulePart(member.label, member.module, call))
         return parts
+
+    def _batched_part(
+        self, group: list[Member], provides: Mapping[str, str], later: set[str], before: Sequence[str]
+    ) -> BatchedPart:
+        """Return the part of the experts that run in batches of rows."""
+        who = f"{group[0].label}.Dispatch: ExpertParallel(batch_rows=...)"
+        if not isinstance(group[-1].module, Combine):
+            raise InputError(
+                f"{who}: expected ops without hooks up to the Combine, got {group[-1].label}."
+                f"{type(group[-1].module).__name__} as the last op of the chain"
+            )
+        if read := sorted(later & provides.keys()):
+            raise InputError(f"{who}: expected no op after the Combine that takes {', '.join(read)} of a batch")
+        if random := [m.label for m in group if isinstance(m.module, Op) and m.module.draws_random]:
+            raise InputError(f"{who}: expected ops that draw no random numbers, got {', '.join(random)}")
+        return BatchedPart(Chain(_nodes(group), provided=before))
 
     def _members(self, parent: Runnable, prefix: str) -> list[Member]:
         """Return every module in order; `modules` compares them from now on."""
@@ -286,7 +247,7 @@ class Partition:
     def name(self, name: str) -> None:
         """Set the name of the Sequential in a model, which log lines and errors put before the labels of ops."""
         for part in self.parts:
-            if isinstance(part, ChainPart) and not isinstance(self._root, Op):
+            if not isinstance(part, ModulePart) and not isinstance(self._root, Op):
                 part.chain.name = f"{name}, {part.title}" if name else ""
                 for label, op in part.chain.nodes:
                     op._of_process.place = f"{name}.{label}".lstrip(".")
@@ -359,7 +320,10 @@ def _grouped(members: Sequence[Member], divided: bool) -> list[list[Member]]:
     groups: list[list[Member]] = []
     for member in members:
         before = groups[-1][-1] if groups else None
-        if before and member.joins and before.joins and not (divided and _autocasts(member) != _autocasts(before)):
+        apart = not before or (divided and _autocasts(member) != _autocasts(before))
+        if before and (begins_batches(member.module) or begins_batches(groups[-1][0].module)):
+            apart = isinstance(before.module, Combine) or begins_batches(member.module)
+        if before and member.joins and before.joins and not apart:
             groups[-1].append(member)
         else:
             groups.append([member])

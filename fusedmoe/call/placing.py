@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -115,7 +116,7 @@ def _dispatch_over_ranks(op: Dispatch) -> tuple[tuple[str, nn.Module], ...]:
         before.append(("count", CountRows(experts, limit, ep)))
         local.runtime_inputs = (*local.runtime_inputs, "local_rows")
     else:
-        local.limit = limit
+        local.limit = replace(limit, batch_rows=ep.batch_rows)
     return *before, ("gather", GatherTokens(experts, ep)), ("", local)
 
 

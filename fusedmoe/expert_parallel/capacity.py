@@ -21,6 +21,11 @@ LAG = 32  # calls after which a GPU's count is read: late enough that the host d
 _SHIFT = 32  # bits of the rows in an entry of `_OnDevice.worst`
 
 
+def rounded_up(rows: int) -> int:
+    """Return the next number of rows that fills tiles."""
+    return -(-rows // ROWS) * ROWS
+
+
 @dataclass(frozen=True)
 class RowLimit:
     """The number of rows of the experts of one rank, for the tokens of all ranks."""
@@ -29,19 +34,22 @@ class RowLimit:
     experts: int  # the experts of a rank, E / P
     # The rows of a rank as a multiple of N*K, those under even routing; None for the largest number that it can need.
     capacity: float | None
+    batch_rows: int | None = None  # the most rows at a time; None for all
 
     def rows(self, tokens: int, chosen: int) -> int:
         """Return R for P*N tokens with K experts each.
 
         It is P*N*min(K, E/P), if no token chooses an expert twice, or a multiple of 128 that is at least
-        ``capacity * N * K``, if that is less.
+        ``capacity * N * K`` or ``batch_rows``, if that is less.
         """
         bound = tokens * min(chosen, self.experts)
+        if self.batch_rows is not None:
+            return torch.sym_min(bound, rounded_up(self.batch_rows))  # type: ignore[no-any-return]
         if self.capacity is None:
             return bound
         share = Fraction(repr(self.capacity)) / self.ranks  # the decimal number, so that 1.1 of 10 is 11
         rows = -(-(share.numerator * tokens * chosen) // share.denominator)
-        return torch.sym_min(bound, -(-rows // ROWS) * ROWS)  # type: ignore[no-any-return]
+        return torch.sym_min(bound, rounded_up(rows))  # type: ignore[no-any-return]
 
 
 class _Read(NamedTuple):

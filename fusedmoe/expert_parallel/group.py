@@ -16,7 +16,7 @@ from fusedmoe.base.checks import FLAG, POSITIVE, POSITIVE_INTEGER, one_of, said
 from fusedmoe.base.errors import InputError
 from fusedmoe.expert_parallel import allgather, alltoall, auto, symmetric  # noqa: F401  (their engines are now in ENGINES)
 from fusedmoe.expert_parallel.agreement import Agreement
-from fusedmoe.expert_parallel.capacity import Overflow, RowLimit
+from fusedmoe.expert_parallel.capacity import Overflow, RowLimit, rounded_up
 from fusedmoe.expert_parallel.copies import Copies
 from fusedmoe.expert_parallel.engine import ENGINES, Engine, writes_no_weight
 from fusedmoe.expert_parallel.subgroup import group_of_hosts
@@ -75,6 +75,12 @@ class ExpertParallel:
         ``"drop"``: the slots contribute nothing, and `dropped` counts them. ``"rerun"``: the call runs without
         ``capacity`` instead. For this the hosts read the needed rows before the products of each call: a host
         synchronisation.
+    batch_rows
+        The most rows that a rank's experts compute at a time, rounded up to a multiple of 128. If a rank may need more,
+        the experts run several times in each call, each time on the next rows in the order of the experts, and again in
+        the backward pass, which keeps no values of them. The memory of activations is then that of one batch, for any
+        routing, and no slot is dropped. The parts of a token's result in several batches are added in fp32. Batches
+        without rows run too. All ranks must give the same. None: all rows at once. Not with ``capacity``.
     combine_dtype
         ``torch.float32``: the parts of a token's result travel in fp32, twice the bytes of bf16, and their sum is
         rounded once. None: they have the dtype of the rows.
@@ -101,6 +107,7 @@ class ExpertParallel:
         max_tokens: int | None = None,
         capacity: float | None = None,
         overflow: OverflowPolicy = "raise",
+        batch_rows: int | None = None,
         combine_dtype: torch.dtype | None = None,
         dispatch_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
@@ -121,6 +128,12 @@ class ExpertParallel:
                 f"{_WHO}: capacity: expected None with engine {engine!r}, which takes all rows that arrive, "
                 f"got {capacity}"
             )
+        self.batch_rows: int | None = POSITIVE_INTEGER.or_none()(f"{_WHO}: batch_rows", batch_rows)
+        if batch_rows is not None:
+            if capacity is not None:
+                raise InputError(f"{_WHO}: batch_rows: expected None with capacity={capacity}, got {batch_rows}")
+            if not self._kind_of_engine.static_shapes:
+                raise InputError(f"{_WHO}: batch_rows: expected None with engine {engine!r}, got {batch_rows}")
         self.overflow: OverflowPolicy = _OVERFLOW(f"{_WHO}: overflow", overflow)
         self.slots_without_row = Overflow(self.overflow != "drop", self.capacity, self.ranks)
         if combine_dtype not in (None, torch.float32):
@@ -147,7 +160,7 @@ class ExpertParallel:
         """Return this object with the engine for K chosen experts per token, if it has ``"auto"``; else itself."""
         if self.engine_name != "auto" or self._why_not_symmetric is None:
             return self
-        if top_k >= self.ranks or self.capacity is not None:
+        if top_k >= self.ranks or self.capacity is not None or self.batch_rows is not None:
             return self
         chosen = copy.copy(self)
         chosen.engine_name, chosen.engine = "alltoall", ENGINES["alltoall"](self.group, self.timeout_s)
@@ -259,6 +272,8 @@ class ExpertParallel:
             parts.append(f"tokens per rank{of_hosts}")
         if self.capacity is not None:
             parts.append(f"capacity {self.capacity:g}, overflow {self.overflow!r}")
+        if self.batch_rows is not None:
+            parts.append(f"experts compute at most {rounded_up(self.batch_rows)} rows at a time")
         if self.dispatch_dtype is not None:
             parts.append(f"rows travel to the experts as {_named(self.dispatch_dtype)}")
         if self.combine_dtype is not None:
@@ -284,7 +299,9 @@ class ExpertParallel:
     def __repr__(self) -> str:
         wires = {"combine_dtype": self.combine_dtype, "dispatch_dtype": self.dispatch_dtype}
         of_wires = {name: None if dtype is None else _named(dtype) for name, dtype in wires.items()}
-        given = {"max_tokens": self.max_tokens, "capacity": self.capacity, **of_wires}
+        given = {
+            "max_tokens": self.max_tokens, "capacity": self.capacity, "batch_rows": self.batch_rows, **of_wires
+        }  # fmt: skip
         settings = [f", {name}={value}" for name, value in given.items() if value is not None]
         return f"ExpertParallel(rank {self.rank} of {self.ranks}, engine={self.engine.name!r}{''.join(settings)})"
 

@@ -165,6 +165,8 @@ class Op(Checked, Runnable):
     #: Whether autocast casts the op's rows and parameters. If not, and autocast would cast the rows of its chain, the
     #: op is in a chain of its own.
     autocasts: ClassVar[bool] = True
+    #: Whether no rule takes the op or its backward ops: those that rules would take with it are in another chain.
+    alone: bool = False
     draws_random: bool = False  #: Whether `compute` draws random numbers from the default generators; see above
     #: The quantizer of the output. `compute` then also takes ``axes=`` and ``training=``, and returns one
     #: `QuantizedTensor` per axis.
@@ -381,8 +383,8 @@ class BackwardOp:
     """One step of an op's backward pass in plain PyTorch. Fusion rules with ``direction="backward"`` match it.
 
     - ``op`` (Op): the op whose gradient it computes.
-    - ``gathers``, ``contracts``, ``quantizes``, ``packs``, ``zeroes_tail``, ``travels``, ``travels_as``, ``launches``:
-      as for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
+    - ``gathers``, ``contracts``, ``quantizes``, ``packs``, ``zeroes_tail``, ``travels``, ``travels_as``, ``launches``,
+      ``alone``: as for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
     """
 
     #: The values that `compute` takes, in order, by the op's names. A missing gradient is ``None``.
@@ -404,6 +406,10 @@ class BackwardOp:
 
     def __init__(self, op: Op) -> None:
         self.op = op
+
+    @property
+    def alone(self) -> bool:
+        return self.op.alone
 
     def infer(self, x: SpecLike, offsets: SpecLike | None) -> QuantizedSpec:
         """Return the spec of a quantized gradient by rows, for an op whose input is like x; see ``quantizes``."""

@@ -192,6 +192,42 @@ CASES = {
     "enough capacity": (2, {"capacity": 100.0}, three, MANY),
     "a run again": (4, {"capacity": 1.01, "overflow": "rerun"}, three, MANY),
     "a run again, max_tokens": (2, {"capacity": 0.25, "overflow": "rerun", "max_tokens": 96}, three, MANY),
+    # experts in batches of rows
+    **{
+        f"batches, {kind}, {weights}, sentinels {sentinels}, at most {most}, {size}": (
+            size, {"batch_rows": 128, "max_tokens": most}, partial(experts, weights=weights), MANY,
+            {"routed": {"kind": kind, "sentinels": sentinels, "top_k": 2}},
+        )
+        for kind, weights, sentinels, most, size in pairwise(
+            ("usual", "to rank 0", "no remote"), (None, "probs"), (False, True), (None, 96), (2, 4)
+        )
+    },
+    "batches, a layer": (4, {"batch_rows": 100}, partial(three, shared_intermediate=4), MANY),
+    "batches, several layers": (2, {"batch_rows": 128}, Model, MANY),
+    "batches, no tokens": (2, {"batch_rows": 128}, three, ALL_EMPTY),
+    "batches, LoRA": (2, {"batch_rows": 128}, adapted, MANY, {"x_grad": False}),
+    "batches, frozen experts": (2, {"batch_rows": 128}, partial(frozen, names=("experts",)), MANY),
+    "batches, frozen gate_up": (
+        4, {"batch_rows": 128}, partial(frozen, names=("router", "experts.gate_up")), MANY, {"x_grad": False},
+    ),
+    "batches, recomputed": (2, {"batch_rows": 128}, three, MANY, {"call": partial(checkpoint, use_reentrant=False)}),
+    "batches, recomputed, reentrant": (
+        4, {"batch_rows": 128}, three, MANY, {"call": partial(checkpoint, use_reentrant=True)},
+    ),
+    "batches, two backward passes": (2, {"batch_rows": 128}, moe, MANY, {"call": twice_backward}),
+    "batches, autocast": (
+        2, {"batch_rows": 128}, moe, MANY, {"call": in_autocast, "dtype": torch.float32, "within": 0.02},
+    ),
+    "batches, a recipe": (
+        4, {"batch_rows": 128}, moe, MANY, {"call": under_mxfp8, "dtype": torch.float32, "within": 1e-3},
+    ),
+    "batches, bf16": (2, {"batch_rows": 128}, three, MANY, {"dtype": torch.bfloat16, "within": 0.02}),
+    "batches, combine_dtype": (
+        2, {"batch_rows": 128, "combine_dtype": torch.float32}, three, MANY, {"dtype": torch.bfloat16, "within": 0.02},
+    ),
+    "batches, hooks on experts": (2, {"batch_rows": 128}, three, MANY, {"hooked": ("experts",)}),
+    "batches, padding": (2, {"batch_rows": 128, "max_tokens": 99}, three, MANY, {"kind": Poisoned}),
+    "batches, unwanted rows": (4, {"batch_rows": 128}, three, MANY, {"kind": Selective}),
     # buffers in which a rank may find anything
     **{
         f"padding of {name}": (size, most, make, tokens, {"kind": Poisoned, **options})

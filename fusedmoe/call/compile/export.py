@@ -14,7 +14,8 @@ from fusedmoe.base.errors import InputError
 from fusedmoe.base.inputs import Parameters
 from fusedmoe.call import settings
 from fusedmoe.call.chain import Chain
-from fusedmoe.call.partition import ChainPart, partition_of_call
+from fusedmoe.call.partition import partition_of_call
+from fusedmoe.call.parts import ChainPart
 from fusedmoe.fusion.program.plan_table import Conditions, plan_chain
 from fusedmoe.fusion.program.signature import NOMINAL_ROWS
 from fusedmoe.kernels.options import DEFAULT

@@ -18,9 +18,11 @@ from fusedmoe.base.autocast import autocast_dtype, cast_arguments, casts_rows
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.inputs import Parameters
 from fusedmoe.call import settings
+from fusedmoe.call.batches import BatchedPart
 from fusedmoe.call.chain import Chain
 from fusedmoe.call.compile.handles import encode, handle_of, is_transposed
-from fusedmoe.call.partition import ChainPart, partition_for
+from fusedmoe.call.partition import partition_for
+from fusedmoe.call.parts import ChainPart, ModulePart
 from fusedmoe.call.sorted_rows import ModuleCall, call_module, why_no_rows
 from fusedmoe.fusion.language import registry
 from fusedmoe.kernels.options import KernelOptions
@@ -200,10 +202,11 @@ def parts_for_compiler(
         if partition.exchanges:
             return None
         return tuple(
-            _traced_part(root, part)
-            if isinstance(part, ChainPart)
-            else TracedModule(_path(root, part.label), part.call)
+            TracedModule(_path(root, part.label), part.call)
+            if isinstance(part, ModulePart)
+            else _traced_part(root, part)
             for part in partition.parts
+            if not isinstance(part, BatchedPart)  # it exchanges
         )
     except InputError as error:
         return str(error)

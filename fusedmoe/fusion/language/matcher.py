@@ -41,7 +41,9 @@ class Mismatch:
 def match(slots: tuple[Slot, ...], items: Sequence[Item], start: int) -> list[Match] | Mismatch:
     """Match a pattern at a position: all matches, longest first, or the farthest mismatch by shared, then matched."""
     first, item = slots[0], items[start] if start < len(items) else None
-    if not first.optional and type(item) not in first.types:  # most rules, at most positions
+    if getattr(item, "alone", False) or (
+        not first.optional and type(item) not in first.types  # most rules, at most positions
+    ):
         return _mismatch(0, 0, first, item)
     found: list[Match] = []
     failed: list[Mismatch] = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmoe.base.errors import InputError
 from fusedmoe.base.recompute import backward_pass, had_gradients
 from fusedmoe.numerics.formats import Quantizer
 from fusedmoe.numerics.formats.delayed import AmaxHistory
@@ -36,6 +37,19 @@ def only_looking() -> Iterator[None]:
         yield
     finally:
         _only_looking.reset(token)
+
+
+_refusal: ContextVar[str] = ContextVar("fusedmoe.amax_state.refusal", default="")
+
+
+@contextmanager
+def refused(why: str) -> Iterator[None]:
+    """Raise `InputError` with this text for delayed scaling inside the block."""
+    token = _refusal.set(why)
+    try:
+        yield
+    finally:
+        _refusal.reset(token)
 
 
 def history(op: nn.Module, role: str, quantizer: Quantizer, experts: int, device: torch.device) -> AmaxHistory:
@@ -67,6 +81,8 @@ class Step:
     """
 
     def __init__(self, history: AmaxHistory, role: str, training: bool) -> None:
+        if why := _refusal.get():
+            raise InputError(why)
         self.again = training and role != "grad" and backward_pass() != -1 and had_gradients()
         self.encode = history.previous if self.again else history.encode
         self.counts = training and not self.again and not looking()
