@@ -254,11 +254,10 @@ def without_the_host(rank, others):
     """Forward and backward without a synchronisation, eager and captured; replays follow new tokens and weights."""
     on_device(rank)
     with fm.disabled(*others):
-        return eager_and_captured(rank)
+        eager_and_captured(rank, exchange("symmetric"))
 
 
-def eager_and_captured(rank):
-    ep = exchange("symmetric")
+def eager_and_captured(rank, ep):
     made = layer(ep, rank)
     x, grad = data(MOST, 7)
     for _ in range(2):
@@ -288,6 +287,34 @@ def eager_and_captured(rank):
 def test_no_synchronisation_and_graphs(ranks):
     for others in ((), OTHERS):
         ranks.run(without_the_host, others)
+
+
+def in_batches(rank, recipe):
+    """Experts that run in batches of rows, against all rows at once: results, the peak of memory, and a graph."""
+    on_device(rank)
+    ep = fm.ExpertParallel(engine="symmetric", max_tokens=MOST, batch_rows=MOST, timeout_s=60)
+    _made["batches"] = ep
+    x, grad = data(MOST, rank)
+    found, peaks = [], []
+    with fm.recipe(recipe):
+        for of in (exchange("symmetric"), ep):
+            made = layer(of, rank)
+            results(made, x, grad)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            found.append(results(made, x, grad))
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        eager_and_captured(rank, ep)
+    for got, want in zip(*found, strict=True):
+        within = 0.01 if recipe == "bf16" else 0.05  # other rows share a scale
+        assert (got - want).float().norm() < within * want.float().norm()
+    assert peaks[1] < 0.75 * peaks[0], peaks
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_batches_of_rows(ranks, recipe):
+    ranks.run(in_batches, recipe)
 
 
 def odd_graphs(rank):
