@@ -31,6 +31,7 @@ HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
 MOST = 2500  # tokens: enough for the rules that overlap exchanges
 STEPS = int(os.environ.get("EXPERT_PARALLEL_STEPS", "60"))
 OVERLAPS, OTHERS = tuple(hopper_ranks.OVERLAPS), tuple(hopper_ranks.OTHERS)
+FP8_OVERLAPS, FP8_OTHERS = tuple(hopper_ranks.FP8_OVERLAPS), tuple(hopper_ranks.FP8_OTHERS)
 TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
 
 
@@ -219,21 +220,27 @@ def test_ranks_with_different_steps(ranks):
     ranks.run(mixed)
 
 
-def with_engines(rank, tokens, chosen, quick):
+def with_engines(rank, tokens, chosen, quick, recipe="bf16"):
     """A layer on all ranks, by both engines, with and without overlaps."""
     on_device(rank, quick)
     x, grad = data(tokens[rank], rank)
+    overlaps, others = (OVERLAPS, OTHERS) if recipe == "bf16" else (FP8_OVERLAPS, FP8_OTHERS)
     found = {}
     for engine in ("allgather", "symmetric"):
-        for disabled in (OVERLAPS, OTHERS):
-            with fm.disabled(*disabled):
+        for disabled in (overlaps, others):
+            with fm.disabled(*disabled), fm.recipe(recipe):
                 made = layer(exchange(engine), rank, chosen=chosen)
                 found[engine, disabled] = results(made, x, grad)
                 used = {step.rule for step in made.explain(x).steps}
     for got in found.values():
-        assert_same(got, found["allgather", OVERLAPS])
+        assert_same(got, found["allgather", overlaps])
     assert got[0].any() or not tokens[rank]
-    assert used >= {*OVERLAPS}
+    assert used >= {*overlaps}
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_layers_in_fp8_have_the_bits_of_allgather(ranks, tokens):
+    ranks.run(with_engines, TOKENS[tokens], CHOSEN, False, "fp8_block")
 
 
 def test_four_ranks(tmp_path):
@@ -243,6 +250,7 @@ def test_four_ranks(tmp_path):
         started.run(single_exchanges)
         for chosen, quick in ((2, False), (4, False), (8, False), (4, True)):
             started.run(with_engines, (MOST, 1733, 0, 900), chosen, quick)
+        started.run(with_engines, (MOST, 1733, 0, 900), 8, False, "fp8_block")
     finally:
         started.stop()
 

@@ -7,7 +7,7 @@ import torch
 from kit import hopper_ranks as hopper
 from kit.compare import pairwise
 from kit.expert_parallel_ranks import alone, on_each
-from kit.hopper_ranks import MOST, OTHERS, OVERLAPS
+from kit.hopper_ranks import FP8_OTHERS, FP8_OVERLAPS, MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 
@@ -18,14 +18,15 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 
 @on_each
 def compare(
-    ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False
-):
+    ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False,
+    fp8=False,
+):  # fmt: skip
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
 
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
     rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name. ``quick``:
-    whether the exchange of so few tokens is taken as quick.
+    whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block".
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import beside
@@ -37,10 +38,11 @@ def compare(
     exchange_products.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.LEAST_US = (6.0, 25.0) if quick else (0.0, 0.0)  # a rank runs several tests
-    count = tokens[ep.rank]
-    with fm.disabled(*OVERLAPS):
-        expected = hopper.trained(hopper.layer(ep, main_grad), count, training)
+    count, sizes = tokens[ep.rank], (128, 128) if fp8 else ()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
+        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS):
+            expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training)
         other = ep
         if symmetric is not None:
             stack.enter_context(hopper.on_cpus(*symmetric))
@@ -48,7 +50,7 @@ def compare(
         stack.enter_context(fm.disabled(*disabled[ep.rank]))
         for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
             kernels.calls.clear()
-            made = hopper.layer(other, main_grad)
+            made = hopper.layer(other, main_grad, *sizes)
             got = hopper.trained(made, count, training)
         calls = [*kernels.calls]
         used = hopper.rules_of(made, count, training)
@@ -126,7 +128,7 @@ def declined(ep, reason, expected, most_ranks=32):
     hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import products as exchange_products
 
-    exchange_products.MOST_RANKS = most_ranks
+    before, exchange_products.MOST_RANKS = exchange_products.MOST_RANKS, most_ranks
     if expected is None:
         ep = alone(max_tokens=MOST)
     made = hopper.layer(ep)
@@ -135,6 +137,7 @@ def declined(ep, reason, expected, most_ranks=32):
     with fm.disabled(*{others[0] for others in OVERLAPS.values()}):
         got = hopper.trained(made, 40)
         plan = made.explain(torch.zeros(40, hopper.HIDDEN, dtype=hopper.BF16, requires_grad=True))
+    exchange_products.MOST_RANKS = before
     assert all(torch.equal(got[name], value) for name, value in want.items())
     assert got["y"].any()
     return {step.rule for step in plan.steps} & OVERLAPS.keys(), {
@@ -156,3 +159,17 @@ def test_what_the_rules_decline(hopper_ranks, settings, reason, rules, more):
     for used, found in hopper_ranks.run(declined, 2, settings, reason, rules, **more)[:2]:
         assert used == OVERLAPS.keys() - expected
         assert found == expected
+
+
+@pytest.mark.parametrize(("size", "tokens", "options"), [
+    (2, UNEVEN, {}), (2, (0, 41), {"main_grad": True}), (4, (50, 37, 0, 44), {}), (2, UNEVEN, {"training": False}),
+    (2, EVEN, {"symmetric": True}), (4, (50, 37, 0, 44), {"symmetric": True}),
+    (2, UNEVEN, {"symmetric": True, "quick": True}),
+])  # fmt: skip
+def test_results_in_fp8_have_the_bits_of_separate_steps(hopper_ranks, folder, size, tokens, options):
+    if "symmetric" in options:
+        options = options | {"symmetric": (folder,)}
+    found = hopper_ranks.run(compare, size, MOST_TOKENS, tokens, fp8=True, disabled=(FP8_OTHERS,) * 4, **options)
+    for used, launched, _ in found[:size]:
+        assert used == {*FP8_OVERLAPS} if options.get("training", True) else {"sm90.fp8_gemm_of_leaving_rows"}
+        assert launched == (0 if options.get("quick") else 1)

@@ -35,6 +35,12 @@ OVERLAPS = {
     "sm90.wgrad_beside_exchange": ("sm90.grouped_dgrad",),
 }
 OTHERS = {other for others in OVERLAPS.values() for other in others}
+# the same under "fp8_block", where no product follows arriving rows
+FP8_OVERLAPS = {
+    "sm90.fp8_gemm_of_leaving_rows": ("sm90.fp8_grouped_gemm",),
+    "sm90.fp8_wgrad_beside_exchange": ("sm90.fp8_grouped_dgrad",),
+}
+FP8_OTHERS = {other for others in FP8_OVERLAPS.values() for other in others}
 APART = "sm90.activation,sm90.dactivation"
 """Off in the ranks: for so few tokens they cost less too, and round other values."""
 
@@ -52,9 +58,9 @@ def stand_ins():
     return sm90_stand_ins
 
 
-def layer(ep, main_grad=False):
+def layer(ep, main_grad=False, hidden=HIDDEN, intermediate=INTERMEDIATE):
     torch.manual_seed(0)
-    made = fm.MoE(HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, dtype=BF16, expert_parallel=ep)
+    made = fm.MoE(hidden, intermediate, EXPERTS, CHOSEN, dtype=BF16, expert_parallel=ep)
     here = EXPERTS // ep.ranks
     for op in (made.experts.gate_up, made.experts.down):
         weight = torch.randn(EXPERTS, *op.weight.shape[1:], generator=torch.Generator().manual_seed(op.in_features))
@@ -68,7 +74,7 @@ def layer(ep, main_grad=False):
 def trained(made, count, training=True):
     """Output and gradients, by name."""
     generator = torch.Generator().manual_seed(made.expert_parallel.rank + 1)
-    x, dy = (torch.randn(count, HIDDEN, generator=generator).to(BF16) for _ in range(2))
+    x, dy = (torch.randn(count, made.hidden, generator=generator).to(BF16) for _ in range(2))
     x.requires_grad_(training)
     with torch.set_grad_enabled(training):
         y = made(x)
@@ -84,9 +90,9 @@ def trained(made, count, training=True):
 
 def rules_of(made, count=1, training=True):
     """The rules of a plan that compute while tokens travel."""
-    x = torch.zeros(max(count, 1), HIDDEN, dtype=BF16, requires_grad=training)
+    x = torch.zeros(max(count, 1), made.hidden, dtype=BF16, requires_grad=training)
     with torch.set_grad_enabled(training):
-        return {step.rule for step in made.explain(x).steps} & OVERLAPS.keys()
+        return {step.rule for step in made.explain(x).steps} & {*OVERLAPS, *FP8_OVERLAPS}
 
 
 # ---- "symmetric" ----------------------------------------------------------------------------------------------------

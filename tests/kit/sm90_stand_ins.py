@@ -193,6 +193,15 @@ def _dtype(operand):
     return BF16 if isinstance(operand, Codes) else operand.dtype
 
 
+def _first(operand):
+    return operand.codes if isinstance(operand, Codes) else operand
+
+
+def _part_of(x, rows):
+    """Some rows of an operand, as one of their own."""
+    return Codes(x.codes[rows], products.with_strides(x.scale[rows])) if isinstance(x, Codes) else x[rows]
+
+
 def _rows_of(part, experts):
     """Experts and their rows, from and to, of the `Part` of a launch."""
     blocks = part.ranges.view(-1, 2 * (experts + 1) + 1)
@@ -212,12 +221,12 @@ def _of_rows(name, product, offsets, experts, x, gather, by_rows, ranges, out=No
     """
     if not ranges:
         return product(_gathered(name, x, gather), offsets, *by_rows)
-    results, rows = None if out is None else [out], len(x if gather is None else gather)
+    results, rows = None if out is None else [out], len(_first(x) if gather is None else gather)
     for part in offsets:
         for expert, (start, end) in _rows_of(part, experts):
             # rows of no expert are those after all offsets
             one = torch.tensor([0] * expert + [end - start] * (experts - expert), dtype=torch.int32)
-            of_x = x[start:end] if gather is None else x[gather[start:end]]
+            of_x = _part_of(x, slice(start, end) if gather is None else gather[start:end])
             got = product(of_x, one, *(None if t is None else t[start:end] for t in by_rows))
             if results is None:
                 results = [None if t is None else t.new_full((rows, *t.shape[1:]), torch.nan) for t in got]
@@ -235,7 +244,7 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
         _note("gemm", x, options, bias=bias is not None, row_scale=row_scale is not None)
         return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
 
-    (y,) = _of_rows("gemm", product, offsets, len(weight), x, gather, (row_scale,), ranges, out)
+    (y,) = _of_rows("gemm", product, offsets, len(_first(weight)), x, gather, (row_scale,), ranges, out)
     return y if out is None or ranges else out.copy_(y)
 
 

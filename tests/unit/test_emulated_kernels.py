@@ -125,6 +125,25 @@ def test_products_by_ranges(gather, gpu):
         assert not gpu.counter.any()
 
 
+def test_products_of_codes_by_ranges(gpu):
+    """The same for the second layer in FP8, whose results leave for other ranks."""
+    *_, offsets, blocks, _, _ = problem_by_ranges(False)
+    count = int(blocks[:, : len(blocks[0]) - 1].max())
+    splits = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    x, w = rows(splits, count - sum(splits), 144, "e4m3 blocks").given, weights(splits, 72, 144, "e4m3 blocks").given
+    want = functions.bind_grouped_gemm(x, w, None, None, KernelOptions())(x, w, None, offsets, None)
+    assert want[: offsets[-1]].all(1).any()
+    own, others = Part(blocks[0]), Part(blocks[1:].flatten(), beside=True)
+    for schedule, parts in (("static", [own, others]), ("dynamic", [Part(blocks.flatten())])):
+        run, before = (
+            functions.bind_grouped_gemm(x, w, None, None, KernelOptions(schedule=schedule), ranges=True),
+            gpu.launches,
+        )
+        out = torch.full_like(want, torch.nan)
+        assert torch.equal(run(x, w, None, parts, None, out=out), want)
+        assert gpu.launches == before + len(parts)
+
+
 def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch):
     """With a kernel that gives up early. Words of ranks whose rows it does not need may be negative."""
     monkeypatch.setattr(scheduler, "MOST_READS", 50)

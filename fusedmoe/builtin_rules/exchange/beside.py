@@ -28,7 +28,7 @@ LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a
 QUICK_US = 6.0  # of the same, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
-TFLOPS, DERIVATIVE_TFLOPS, MEMORY_GB_S = 550, 300, 3000
+TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 550, 300, 800, 3000
 MARGIN = 1.15
 TILE = 128  # rows
 

@@ -181,8 +181,9 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [SumSlots("bf16", None, at_once, adds=True) for at_once in SLOTS]
     kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
 
-    # expert parallelism in bf16: products of ranges of rows, exchanges, sums with a received part
+    # expert parallelism: products of ranges of rows, exchanges, sums with a received part
     kernels += [RaggedM(Plain("bf16"), config, ranges=True) for config in CANDIDATES["plain"]]
+    kernels += [RaggedM(BlockScaledRows("e4m3"), config, ranges=True) for config in CANDIDATES["fp8_plain"]]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         epilogue = activation("swiglu", keep=keep)
         kernels.append(RaggedM(Plain("bf16"), config, epilogue=epilogue, gather=True, ranges=True))
