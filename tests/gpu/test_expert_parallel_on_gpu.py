@@ -7,7 +7,7 @@ races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
 import os
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -414,24 +414,24 @@ def delay(generator):
         torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=generator)))
 
 
-def delayed(rank):
+def delayed(rank, engine, recipe):
     """Steps with random delays of each rank, and buffers that are poisoned before each use."""
     on_device(rank)
-    ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
-    with fm.disabled(*OTHERS):
+    ep, delays = exchange(engine), torch.Generator().manual_seed(rank)
+    with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
-        with poisoned_regions(rank, ep):
+        with poisoned_regions(rank, ep) if engine == "symmetric" else nullcontext():
             for _ in range(STEPS):
                 delay(delays)
                 assert_same(step(), want)
     assert want[0].any()
 
 
-def delayed_replays(rank):
+def delayed_replays(rank, recipe):
     """The same as replays of a CUDA graph: the host only starts them, so that many follow each other closely."""
     on_device(rank)
     ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
-    with fm.disabled(*OTHERS):
+    with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
         graph = torch.cuda.CUDAGraph()
         warmed_up(step)
@@ -450,9 +450,15 @@ def delayed_replays(rank):
     assert want[0].any()
 
 
-@pytest.mark.parametrize("steps", [delayed, delayed_replays], ids=lambda steps: steps.__name__)
-def test_delays_and_poisoned_buffers(ranks, steps):
-    ranks.run(steps)
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("engine", ["symmetric", "allgather"])
+def test_delays_and_poisoned_buffers(ranks, engine, recipe):
+    ranks.run(delayed, engine, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+def test_replays_with_delays_and_poisoned_buffers(ranks, recipe):
+    ranks.run(delayed_replays, recipe)
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------------------------
