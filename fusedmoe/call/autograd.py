@@ -13,7 +13,7 @@ those that the plan does not save:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
@@ -237,6 +237,35 @@ def run_call(
             with weight_cache.passing(passed):
                 return _run(call, arguments, uncast)
     return _run(call, arguments, uncast)
+
+
+class Kept(NamedTuple):
+    """A run of forward steps without autograd: the plan, the values that its backward steps read, and the parameters
+    of weights that the call passes.
+    """
+
+    call: BoundPlan
+    saved: list[Tensor | None]
+    passed: dict[Op, Tensor]
+
+    @classmethod
+    def by(cls, call: BoundPlan, arguments: Sequence[Tensor | None], uncast: Sequence[Tensor | None]) -> Kept:
+        """Run the forward steps; ``uncast`` are the arguments before autocast."""
+        with weight_cache.passing(weight_cache.passed_weights(call.quantized_weights, uncast)):
+            _, saved = call.run([*arguments], *call.runs)
+            return cls(call, [*saved], weight_cache.trained_of_call())
+
+    def gradients(
+        self, grads: Sequence[Tensor | None], wanted: tuple[bool, ...], sums: dict[Op, Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Run the backward steps, once. A kernel may add the gradient of an op's weight to ``sums``: that is then the
+        gradient.
+        """
+        with grad_sums.offered({op: grad_sums.Sum(total, total) for op, total in sums.items()}):
+            gradients = self.call.backward(self.saved, grads, wanted)
+        for layer, i in self.call.quantized_weights:
+            weight_cache.note_gradient(layer, gradients[i], self.passed.get(layer))
+        return gradients
 
 
 def _run_in_transform(call: BoundPlan, arguments: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

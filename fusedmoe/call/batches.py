@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedmoe.base.autocast import autocast_dtype
+from fusedmoe.base.autocast import autocast_dtype, without_autocast
 from fusedmoe.base.errors import InputError
 from fusedmoe.base.inputs import Parameters
+from fusedmoe.call.autograd import Kept
 from fusedmoe.call.chain import Chain
 from fusedmoe.fusion.report.data import PlanData, format_bytes
 from fusedmoe.kernels.options import KernelOptions
@@ -123,21 +124,19 @@ class _Call(NamedTuple):
 
     def run(self, batch: int, batch_of_slot: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         """Return the part of the result that a batch has; ``inputs`` are the chain's runtime inputs."""
+        named = self._named(batch, batch_of_slot, inputs)
+        return self.part.chain.run(x, named, self.options, self.parameters)
+
+    def prepared(self, batch: int, batch_of_slot: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Any:
+        """Return `Chain.prepared` for a batch."""
+        named = self._named(batch, batch_of_slot, inputs)
+        return self.part.chain.prepared(x, named, self.options, self.parameters)
+
+    def _named(self, batch: int, batch_of_slot: Tensor, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         named = dict(zip(self.part.chain.inputs, inputs, strict=True))
         index = self.part._index
         named[index] = torch.where(batch_of_slot == batch, named[index], _NO_EXPERT)
-        return self.part.chain.run(x, named, self.options, self.parameters)
-
-    def arguments(self, x: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the arguments of the chain, with the current parameters."""
-        return self.part.chain.arguments_of(x, dict(zip(self.part.chain.inputs, inputs, strict=True)), self.parameters)
-
-    def op_of_weight(self, i: int) -> Op | None:
-        """Return the op of which argument i is the weight; None for any other argument."""
-        chain = self.part.chain
-        first = len(chain.arguments) - len(chain.parameters)
-        op, name, _ = chain.parameters[i - first] if i >= first else (None, "", "")
-        return op if name == "weight" else None
+        return named
 
 
 # its name contains "Checkpoint", by which code that runs inside the backward pass knows a recomputation
@@ -164,31 +163,29 @@ class _CheckpointedBatches(torch.autograd.Function):
             )
         call: _Call = ctx.call
         batch_of_slot, *given = ctx.saved_tensors
-        wanted = [i for i, wants in enumerate(ctx.needs_input_grad[2:]) if wants]
-        # apart from the graph of the caller, which may use the same weights before these experts, too
-        x, *inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(given)]
-        arguments = call.arguments(x, inputs)
-        asked: Any = [arguments[i] for i in wanted]
+        wanted = ctx.needs_input_grad[2:]
+        x, *inputs = [t.detach().requires_grad_(wants) for t, wants in zip(given, wanted, strict=False)]
         sums: dict[int, Tensor] = {}
         autocast = nullcontext() if ctx.autocast is None else torch.autocast(x.device.type, ctx.autocast)
         for batch in range(call.batches):
-            with torch.enable_grad(), autocast:
-                y = call.run(batch, batch_of_slot, x, inputs)
-            found = [(call.op_of_weight(i), total) for i, total in sums.items()]
-            with grad_sums.into({op: t for op, t in found if op is not None and _may_be_added_to(op, t)}):
-                gradients = torch.autograd.grad(y, asked, grad, allow_unused=True)
-            del y
-            for i, gradient in zip(wanted, gradients, strict=True):
-                if gradient is None:  # a kernel has added it, or it is in `main_grad`
+            with torch.enable_grad(), autocast:  # as in the forward pass of the layer
+                plan, arguments, uncast = call.prepared(batch, batch_of_slot, x, inputs)
+            with without_autocast(x.device):
+                kept = Kept.by(plan, arguments, uncast)
+                so_far = {
+                    op: sums[i] for op, i, _ in plan.summed_weights if i in sums and _may_be_added_to(op, sums[i])
+                }
+                gradients = kept.gradients([grad], wanted, so_far)
+            for i, gradient in enumerate(gradients):
+                if gradient is None or not wanted[i] or gradient is sums.get(i):  # a kernel may have added it
                     continue
                 if i in sums:
                     sums[i].add_(gradient)
                 else:
                     sums[i] = _exact_copy(gradient) if i == 0 else gradient
-            del gradients, gradient
-        if 0 in sums:
-            sums[0] = sums[0].to(x.dtype)
-        return (None, None, *[sums.get(i) for i in range(len(arguments))])
+            del kept, gradients
+        dtypes = [None if t is None else t.dtype for t in uncast]
+        return (None, None, *[sums[i].to(dtype) if i in sums else None for i, dtype in enumerate(dtypes)])
 
 
 def _exact_copy(t: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from fusedmoe.call.quantization import rewritten
 from fusedmoe.call.routing_weights import applied_late
 from fusedmoe.call.still_valid import LastCall, context_of_call
 from fusedmoe.fusion.graph.forward import Graph
+from fusedmoe.fusion.program.plan import BoundPlan
 from fusedmoe.fusion.program.plan_table import CallContext, Conditions, PlanTable, plan_chain, wanted_gradients
 from fusedmoe.fusion.program.signature import Signature, argument_spec, signature
 from fusedmoe.fusion.report.data import PlanData
@@ -110,6 +111,18 @@ class Chain:
             named.update(zip(self.exports, results[1:], strict=True))
         return results[0]
 
+    def prepared(
+        self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions, parameters: Parameters | None
+    ) -> tuple[BoundPlan, list[Tensor | None], list[Tensor | None]]:
+        """Return the plan of a call, its arguments as autocast casts them, and those before."""
+        given = self.arguments_of(x, named, parameters)
+        arguments, dtype = given, autocast_dtype(x.device)
+        if dtype is not None:
+            arguments = cast_arguments(given, dtype, self.casts)
+        with without_autocast(x.device):
+            context = CallContext(*context_of_call(self._settings.of_call(), options))
+            return self._found(arguments, signature(arguments), context), arguments, given
+
     def explain(
         self,
         x: Tensor,
@@ -187,20 +200,25 @@ class Chain:
         context: CallContext,
         uncast: list[Tensor | None] | None = None,
     ) -> tuple[Tensor, ...]:
-        x, now = arguments[0], context.settings
+        x = arguments[0]
         assert x is not None
         if target.current() is not None and isinstance(x, FakeTensor):
             return self._without_memory(arguments)
-        call = self.table.find(arguments, tensors, context)
-        if call.refused is not None:
-            raise InputError(call.refused)
-        if now.strict and not call.plan.environment.estimated:
-            call.plan.raise_if_missed(now.strict_unavailable)
+        call = self._found(arguments, tensors, context)
         if x.is_meta:
             estimated = context.counts_flops or call.plan.wanted
             return run_call(call, arguments) if estimated else call.plan.on_meta(arguments)
         self._last = LastCall(call, tensors, context, x.device.type)
         return run_call(call, arguments, uncast)
+
+    def _found(self, arguments: list[Tensor | None], tensors: Signature, context: CallContext) -> BoundPlan:
+        """Return the plan of a call; raise if the call is refused, or unfused against the settings."""
+        call, now = self.table.find(arguments, tensors, context), context.settings
+        if call.refused is not None:
+            raise InputError(call.refused)
+        if now.strict and not call.plan.environment.estimated:
+            call.plan.raise_if_missed(now.strict_unavailable)
+        return call
 
     def rewritten(self, recipe: Recipe, specs: Sequence[SpecLike | None] | None = None) -> Graph:
         """Return the graph of the chain as the recipe rewrites it, with the same arguments in the same order.

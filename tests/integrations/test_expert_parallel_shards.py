@@ -5,6 +5,7 @@ import copy
 import warnings
 from functools import cache
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedmoe as fm
 from fusedmoe import expert_parallel as ep_of
+from fusedmoe.expert_parallel import capacity
 from fusedmoe.numerics.formats import Delayed, fp8_block
 
 pytestmark = [
@@ -42,7 +44,8 @@ def groups(rank):
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     world = dist.init_device_mesh("cpu", (SIZE,))
     four, two = fm.ExpertParallel(world), fm.ExpertParallel(mesh["ep"])
-    return SimpleNamespace(mesh=mesh, world=world, four=four, two=two, pair=two.group)
+    batched = fm.ExpertParallel(mesh["ep"], batch_rows=4)
+    return SimpleNamespace(mesh=mesh, world=world, four=four, two=two, batched=batched, pair=two.group)
 
 
 def same(got, expected, tolerance=0.0):
@@ -198,9 +201,10 @@ def loss_of(model, batches):
 class Layout:
     """A model on some ranks, and which of the four batches this rank has; without a kind, one process has all."""
 
-    def __init__(self, kind=None, rank=0):
+    def __init__(self, kind=None, rank=0, batches=False):
         self.kind, every = kind, None if kind is None else groups(rank)
         self.ep = None if kind is None else every.four if kind in ("ddp4", "fsdp4") else every.two
+        self.ep = every.batched if batches else self.ep
         self.batches = {None: range(SIZE), "pair": [2 * (rank % 2), 2 * (rank % 2) + 1]}.get(kind, [rank])
         self.group = every.pair if kind == "pair" else None
         self.model = self.inner = make(self.ep)
@@ -260,8 +264,9 @@ def train(layout, micro_batches, sync, clip):
     return norms, layout.whole()
 
 
-def trained(rank, kind):
-    found = [train(Layout(kind, rank), *case, ep_of.clip_grad_norm_) for case in MICRO_BATCHES]
+def trained(rank, kind, batches=False):
+    with mock.patch.object(capacity, "ROWS", 4):  # few tokens have many batches of rows
+        found = [train(Layout(kind, rank, batches), *case, ep_of.clip_grad_norm_) for case in MICRO_BATCHES]
     return found if rank == SIZE - 1 else [norms for norms, _ in found]
 
 
@@ -275,10 +280,14 @@ def in_one_process():
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "ddp4" else []) for kind in KINDS]
-)
-def test_ranks_train_as_one_process_with_all_tokens(four, in_one_process, kind):
-    *others, last = four.run(trained, kind)
+    ("kind", "batches"),
+    [
+        *[pytest.param(kind, False, marks=[pytest.mark.slow] if kind == "ddp4" else []) for kind in KINDS],
+        ("ddp2x2", True), ("fsdp2x2", True),
+    ],
+)  # fmt: skip
+def test_ranks_train_as_one_process_with_all_tokens(four, in_one_process, kind, batches):
+    *others, last = four.run(trained, kind, batches)
     before = make().state_dict()
     for case, (norms, parameters) in enumerate(in_one_process):
         got_norms, got = last[case]

@@ -44,7 +44,6 @@ class Sum(NamedTuple):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.sums: dict[Op, Sum] = {}
-        self.totals: dict[Op, Tensor] = {}
 
 
 _thread = _Thread()
@@ -60,8 +59,6 @@ def find(weights: Iterable[tuple[Op, Any, Tensor | None]], in_graph: bool) -> di
       tensor that was passed, if it is ``.mT`` of a parameter. ``in_graph``: the node is that of the parameter.
     - ``in_graph``: whether the backward pass is part of a compiled graph.
     """
-    if _thread.totals:
-        return {op: Sum(total, total) for op, _, _ in weights if (total := _thread.totals.get(op)) is not None}
     found: dict[Op, Sum] = {}
     known = set()  # a second layer with the same weight gives autograd a gradient of its own
     for op, node, view in weights:
@@ -169,19 +166,6 @@ def _references_of_unheld() -> tuple[int, int]:
 
 
 _UNHELD = _references_of_unheld()
-
-
-@contextmanager
-def into(totals: dict[Op, Tensor]) -> Iterator[None]:
-    """Let kernels add to these tensors, in place of ``weight.grad``, in the backward passes inside the block.
-
-    A tensor is contiguous, of the shape and dtype of the gradient of its op's weight.
-    """
-    before, _thread.totals = _thread.totals, totals
-    try:
-        yield
-    finally:
-        _thread.totals = before
 
 
 # ---- the steps ------------------------------------------------------------------------------------------------------
