@@ -281,6 +281,8 @@ def main(argv: list[str] | None = None) -> None:
             result = train(options, device)
         if dist.get_rank() == 0:
             print(json.dumps(result))
+        if not on_gpu:
+            time.sleep(0.2)  # gloo's threads release the tensors of the last exchange; as Python ends, they would abort
     finally:
         dist.destroy_process_group()
 
