@@ -189,7 +189,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         raise SystemExit("expected ranks that divide --batch and experts, --length tokens of text, an untied lm_head")
     tokens, ep = options.batch // ranks * options.length, None
     if options.experts == "fusedmoe":
-        ep = fm.ExpertParallel(engine=options.engine, max_tokens=tokens, capacity=options.capacity)
+        ep = fm.ExpertParallel(engine=options.engine, max_tokens=tokens, batch_rows=options.batch_rows)
         ep = ep.chosen_for(config.num_experts_per_tok)
     model = new_model(config, ep, device, getattr(torch, options.weights) if on_gpu else torch.float32)
     fill(model, weights)
@@ -260,7 +260,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", choices=("fusedmoe", "stock"), default="fusedmoe")
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")
     parser.add_argument("--engine", default="auto", help="of fm.ExpertParallel: auto, allgather, symmetric, alltoall")
-    parser.add_argument("--capacity", type=float, help="of fm.ExpertParallel: rows of a rank, which take memory")
+    parser.add_argument("--batch-rows", type=int, help="of fm.ExpertParallel, for less memory")
     parser.add_argument("--every", type=int, default=10, help="steps between two lines of output")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")
     parser.add_argument("--resume", type=Path, help="folder of such a checkpoint, to go on from it with its AdamW")
