@@ -173,17 +173,19 @@ def bind_signal(region):
     return run
 
 
-def bind_send(x, index, weight, ranks, rows, here):
-    kernels_ran["send"] += 1
+def bind_send(x, index, weight, ranks, rows, here, scale=None):
+    kernels_ran["send" if scale is None else "send codes"] += 1
 
-    def run(region, x, index=None, weight=None):
+    def run(region, x, index=None, weight=None, scale=None):
         exchange, rank = Exchange(region), region.rank
+        if scale is not None:
+            x = functions.pack(x, scale)
         chosen = 0 if index is None else index.shape[1]
         sizes = [] if index is None else [4 * rows * chosen, weight.itemsize * rows * chosen]
         *of_ids, at_rows = functions.places([*sizes, 0])[0]
         exchange.begin()
         exchange.at(rank, at_rows, x.shape, x.dtype).copy_(x)
-        out = x.new_full((ranks * rows, x.shape[1]), torch.nan)
+        out = x.new_full((ranks * rows, x.shape[1]), 0xFF if x.dtype is torch.uint8 else torch.nan)
         out[rank * rows :][: len(x)] = x
         if index is None:
             exchange.tell(READY)
