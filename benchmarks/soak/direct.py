@@ -245,6 +245,39 @@ def gather(o: Operands, options: KernelOptions, index: torch.dtype = torch.int64
     return got, want
 
 
+def gather_of_codes(
+    o: Operands, options: KernelOptions, index: torch.dtype | None = torch.int64
+) -> tuple[Values, Values]:
+    """The codes and scales of the tokens of all ranks; without an index, those of the first rank alone."""
+    rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
+    of_tokens = quantize(o.x[: RANKS * rows], fp8_block())
+    codes, scales = of_tokens.data.view(RANKS, rows, -1), with_strides(of_tokens.scale).view(RANKS, rows, -1)
+    ids = torch.zeros(RANKS, rows, chosen, dtype=index or torch.int32, device=o.x.device)
+    if index is not None:
+        ids = (o.row_of_slot[: RANKS * rows] % (RANKS * HERE + 2) - 1).to(index).view(ids.shape)
+    weights = o.scale[: ids.numel()].view(ids.shape)
+    sizes = [] if index is None else [4 * ids[0].numel(), 4 * ids[0].numel()]
+    width = exchange_functions.packed_width(codes[0], scales[0])
+    regions, places = _regions(o, [*sizes, rows * width])
+    of_ranks = [(ids[r], weights[r]) if index is not None else (None, None) for r in range(RANKS)]
+    send = exchange_functions.bind_send(codes[0], *of_ranks[0], RANKS, rows, HERE, scales[0])
+    pull = exchange_functions.bind_pull(codes[0], RANKS * rows, chosen, HERE, places[-1], FEW_SMS)
+    for _ in range(1 if index is None else 2):  # see `gather`
+        sent = [send(region, codes[r], *of_ranks[r], scales[r]) for r, region in enumerate(regions)]
+    got, want = {}, {}
+    for r, (region, (every, of_rank, _)) in enumerate(zip(regions, sent, strict=True)):
+        here = torch.zeros_like(ids, dtype=torch.int32).view(-1, chosen) if of_rank is None else of_rank
+        pull(region, every, here)
+        there = ((here >= 0) & (here < HERE)).any(1)
+        there[r * rows : (r + 1) * rows] = True
+        found = exchange_functions.unpack(every, codes[0], scales[0])
+        for name, mine, whole in zip(("codes", "scales"), found, (of_tokens.data, of_tokens.scale), strict=True):
+            got[f"{name} {r}"], want[f"{name} {r}"] = mine[there].float(), whole[there].float()
+    for values in (got, want):  # scales are small
+        values |= {name: 1024 * value for name, value in values.items()}
+    return got, want
+
+
 def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[Values, Values]:
     """The sums over ranks of sums over slots; ``valued``: with a value per slot."""
     rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
@@ -281,6 +314,9 @@ DIRECT = (
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
     Direct("gather", gather),
     Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),
+    Direct("gather of codes", gather_of_codes),
+    Direct("gather of codes, 32-bit ids", partial(gather_of_codes, index=torch.int32)),
+    Direct("gather of codes alone", partial(gather_of_codes, index=None)),
     Direct("return", returned),
     Direct("return without values", partial(returned, valued=False)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),

@@ -299,7 +299,7 @@ class _Gather(NamedTuple):
         cls, engine: Symmetric, x: Tensor, index: Tensor, weight: Tensor, rows: int, experts: int, *scale: Tensor
     ) -> _Gather:
         chosen = index.shape[1]
-        if not rows or functions.why_not(_as_copied(x), engine.ranks, chosen, weight.dtype):
+        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen, weight.dtype):
             return cls()
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
@@ -311,16 +311,16 @@ class _Gather(NamedTuple):
     @classmethod
     def of_rows(cls, engine: Symmetric, x: Tensor, rows: int, wanted: Wanted, *scale: Tensor) -> _Gather:
         chosen, experts = wanted.ids.shape[1], wanted.experts
-        if not rows or functions.why_not(_as_copied(x), engine.ranks, chosen):
+        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen):
             return cls()
         places, nbytes = functions.places([rows * _row_bytes(x, *scale)])
         send = functions.bind_send(x, None, None, engine.ranks, rows, experts, *scale)
         return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
 
 
-def _as_copied(x: Tensor) -> Tensor:
-    """Return rows of the dtype and width that the kernels copy: codes travel in pairs."""
-    return x.new_empty(0, x.shape[1] // 2, dtype=torch.bfloat16) if x.dim() == 2 and x.itemsize == 1 else x
+def _as_copied(x: Tensor, *scale: Tensor) -> Tensor:
+    """Return rows of the dtype and width that the kernels copy: codes with scales travel in pairs."""
+    return x.new_empty(0, x.shape[1] // 2, dtype=torch.bfloat16) if scale else x
 
 
 def _row_bytes(x: Tensor, *scale: Tensor) -> int:

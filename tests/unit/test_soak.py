@@ -81,7 +81,10 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
-@pytest.mark.parametrize("name", ["gather", "gather of 32-bit ids", "return", "return without values"])
+@pytest.mark.parametrize(
+    "name",
+    ["gather", "gather of 32-bit ids", "gather of codes", "gather of codes alone", "return", "return without values"],
+)
 def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
     for owner, sizes in ((functions, {"SEND_CTAS": 2, "TOTAL_CTAS": 3}), (direct, {"FEW_SMS": 2})):
         for size, value in sizes.items():

@@ -4,7 +4,7 @@ Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and 
 bf16 or fp16, (rows, H), with unit stride in H; H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
 other tensors are contiguous. `why_not` and `aligned` check these constraints.
 
-FP8 codes and their scales travel as one matrix of bytes (rows, W): a row has its H codes, and behind them its B scales
+FP8 codes and their scales travel as one matrix of bytes (rows, W): a row has its H codes, and after them its B scales
 in fp32. W is a multiple of `PACKED_BYTES`. `pack` makes such rows, `unpack` returns both parts, and `packs` tells
 whether two tensors travel so.
 

@@ -35,7 +35,7 @@ class Send(WarpKernel):
     dtype: str  # of the rows: "bf16" or "fp16"; "bf16" also for pairs of codes
     index: str | None = None  # dtype of the ids: "int32" or "int64"; None for rows alone
     weight: str = "fp32"  # dtype of the weights: "fp32", "bf16" or "fp16"
-    scaled: bool = False  # whether the rows are codes, whose scales travel behind them
+    scaled: bool = False  # whether the rows are codes, whose scales travel after them
 
     @property
     def symbol(self) -> str:
@@ -141,7 +141,7 @@ class Send(WarpKernel):
 
     @cute.jit
     def copy_scales(self, x, scale, out, region, first, worker, workers):
-        """Copy the scales of the rows to their places behind the codes."""
+        """Copy the scales of the rows to their places after the codes."""
         pitch, blocks = out.shape[1] // 2, scale.shape[1]  # of 32 bits
         layout = cute.make_layout((x.shape[0], blocks), stride=(pitch, 1))
         kept = out.iterator.toint() + Int64(first) * Int64(pitch) * 4

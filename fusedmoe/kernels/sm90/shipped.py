@@ -191,6 +191,7 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
     kernels += [RowRanges(), Signal(), Send("bf16"), Pull("bf16"), Push("bf16"), Push("bf16", "fp32")]
+    kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
     kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)
