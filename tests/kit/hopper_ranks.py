@@ -35,11 +35,13 @@ OVERLAPS = {
     "sm90.wgrad_beside_exchange": ("sm90.grouped_dgrad",),
 }
 OTHERS = {other for others in OVERLAPS.values() for other in others}
-# the same under "fp8_block", where no product follows arriving rows
+# the same under "fp8_block", where products follow no arriving rows in bf16
 FP8_OVERLAPS = {
     "sm90.fp8_gemm_of_leaving_rows": ("sm90.fp8_grouped_gemm",),
     "sm90.fp8_wgrad_beside_exchange": ("sm90.fp8_grouped_dgrad",),
 }
+ARRIVING_CODES = "sm90.fp8_gemm_activation_of_arriving_tokens"
+"""The same, if tokens travel as FP8 codes."""
 FP8_OTHERS = {other for others in FP8_OVERLAPS.values() for other in others}
 APART = "sm90.activation,sm90.dactivation"
 """Off in the ranks: for so few tokens they cost less too, and round other values."""
@@ -92,7 +94,7 @@ def rules_of(made, count=1, training=True):
     """The rules of a plan that compute while tokens travel."""
     x = torch.zeros(max(count, 1), made.hidden, dtype=BF16, requires_grad=training)
     with torch.set_grad_enabled(training):
-        return {step.rule for step in made.explain(x).steps} & {*OVERLAPS, *FP8_OVERLAPS}
+        return {step.rule for step in made.explain(x).steps} & {*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES}
 
 
 # ---- "symmetric" ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,18 @@ from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, DONE, END, NUMBER, READY, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import (
+    BEGIN,
+    CONTROL_WORDS,
+    COPY_WARPS,
+    DONE,
+    END,
+    NUMBER,
+    READY,
+    REPORT,
+    SCATTER_WARPS,
+    TELL,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 
@@ -24,6 +35,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SMS = 2
 EXPERTS_HERE = 2
 TWICE = 32 * SMS * COPY_WARPS  # from this row on, a warp copies its second 32 rows
+TWICE_SCATTERED = 32 * SMS * SCATTER_WARPS + 3  # tokens, of which a warp tells 32 at once
 WIDE = 2048 + 8  # columns, of which a warp copies 2,048 at once
 
 
@@ -179,6 +191,52 @@ def test_packed_rows():
     assert functions.packs([scale, codes])
     for others in ([codes], [scale, codes[:, :40]], [scale.bfloat16(), codes], [codes, scale], [scale[0], codes]):
         assert not functions.packs(others)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "chosen", "columns", "packed"),
+    [(2, 13, 2, 272, True), (3, 9, 4, 128, False), (2, TWICE_SCATTERED, 1, 16, True), (2, 11, 9, 4112, True)],
+    ids=["packed", "three ranks", "many tokens", "many slots, wide"],
+)  # fmt: skip
+def test_scatter_of_codes(monkeypatch, ranks, each, chosen, columns, packed):
+    """The rows of all slots, at once, and rank after rank, as they arrive; rows of no slot stay as they are."""
+    monkeypatch.setattr(functions, "SCATTER_SMS", SMS)
+    monkeypatch.setattr(functions, "SCATTER_CTAS", SMS)
+    rank, every, blocks = 1, ranks * each, -(-columns // 128)
+    codes, scale = coded(every, columns, blocks, False, 0)
+    if packed:
+        codes, scale = functions.unpack(functions.pack(codes, scale), codes, scale)
+    generator = torch.Generator().manual_seed(0)
+    room = every * chosen // 2
+    row_of_slot = torch.randperm(every * chosen, generator=generator).clamp(max=room).view(every, chosen)
+    token_of_row = torch.full((room,), -1)
+    for token, rows in enumerate(row_of_slot.tolist()):
+        for row in rows:
+            if row < room:
+                token_of_row[row] = token
+    used = token_of_row >= 0
+    used[-3:] = False
+    row_of_slot[row_of_slot >= room - 3] = room
+    step_of_row = (token_of_row // each - rank) % ranks
+
+    def check(out, rows):
+        for got, want in zip(out, (codes, scale), strict=True):
+            assert got[~rows].float().isnan().all()
+            got, want = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (got, want))
+            assert torch.equal(got[rows], want[token_of_row][rows])
+
+    with emulated(), nan_in_new_tensors():
+        scatter = functions.bind_scatter(codes, scale, row_of_slot, rank, ranks, room)
+        check(scatter(codes, scale, row_of_slot), used)
+        arrived, words = torch.zeros(ranks, dtype=torch.int32), torch.zeros(ranks, 3, dtype=torch.int32)
+        out = scatter(codes, scale, row_of_slot, None, arrived)
+        check(out, used & (step_of_row == 0))
+        assert not words.any()
+        scatter(codes, scale, row_of_slot, out, arrived, words)
+        check(out, used)
+        assert words[1:, -1].tolist() == [SMS * SCATTER_WARPS] * (ranks - 1)
+        assert not words[0].any()
+        assert not words[:, :-1].any()
 
 
 def test_gather_of_rows_alone():

@@ -24,13 +24,16 @@ from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
 MOST_CHOSEN = 32  # a lane of a warp each
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 PACKED_BYTES = 32  # of a row with codes and scales, a multiple: GPUs read 32 bytes at once
 SEND_CTAS, TOTAL_CTAS = 128, 1056  # those of `Send` are resident together on every Hopper GPU
+SCATTER_CTAS, SCATTER_SMS = 264, 20  # alone, and beside `Pull`: even numbers
+SCATTER_ARRIVALS = SCATTER_SMS * SCATTER_WARPS  # that a word grows by, beside `Pull`
 
 
 class Region(NamedTuple):
@@ -220,6 +223,49 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
             _pairs(rows_AH), ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
             every // peers.shape[0], chosen, here, 2 * pitch - 1, pitch, at_rows, patience, sms,
         )  # fmt: skip
+
+    return run
+
+
+def bind_scatter(
+    codes_AH: Tensor, scale_AB: Tensor, row_of_slot_AK: Tensor, rank: int, ranks: int, num_rows: int
+) -> Callable[..., Form]:
+    """Copy codes and scales of the tokens of all ranks to the rows of their slots, for a product in FP8: of
+    ``(codes, scale, row_of_slot, out=None, arrived=None, words=None)``, return codes (R, H) and their scale (R, B),
+    with the strides of `block_functions.scale_like`.
+
+    Without ``arrived``, all tokens are there. With it, (P,) int32, the rows of this rank's tokens are written first.
+    Then, with ``out``, the result of that call, and ``words``, a matrix of int32 with one line per step: those of the
+    other ranks, beside `bind_pull`, to which ``arrived`` was given as ``words``, (P, 1). The last element of line s
+    grows by `SCATTER_ARRIVALS` when the rows of rank ``this rank + s`` are written; a product may begin beside the
+    kernel. Rows that no slot has are not written.
+
+    - ``codes_AH``: one byte each, unit stride in H, the pitch and the address multiples of 16 bytes.
+    - ``scale_AB``: fp32, unit stride in B.
+    - ``row_of_slot_AK``: (P*N, K) int64, R for a sentinel.
+    - ``num_rows``: R.
+    """
+    from fusedmoe.kernels.exchange.scatter import Scatter  # deferred: imports the CuTe DSL
+
+    (every, chosen), columns, device = row_of_slot_AK.shape, codes_AH.shape[1], codes_AH.device
+    kernel, no_words = load(Scatter(arch=kernel_arch(device))), unread(device, torch.int32, 1)
+    each, dtype = every // ranks, codes_AH.dtype
+
+    def run(
+        codes_AH: Tensor, scale_AB: Tensor, row_of_slot_AK: Tensor, out: Form | None = None,
+        arrived: Tensor | None = None, words: Tensor | None = None,
+    ) -> Form:  # fmt: skip
+        steps, ctas, pitch = (0, ranks if arrived is None else 1), SCATTER_CTAS, 0
+        if out is None:
+            out = codes_AH.new_empty(num_rows, columns, dtype=dtype), scale_like(scale_AB, num_rows, columns)
+        elif words is not None:
+            steps, ctas, pitch = (1, ranks), SCATTER_SMS, words.shape[1]
+        kernel(
+            codes_AH.view(torch.uint8), scale_AB, row_of_slot_AK.view(-1), out[0].view(torch.uint8), out[1],
+            no_words if arrived is None else arrived, no_words if words is None else words.view(-1), rank, each,
+            chosen, *steps, pitch, ctas,
+        )  # fmt: skip
+        return out
 
     return run
 

@@ -205,13 +205,17 @@ class GatherTokens(Op):
         expert_index: Tensor,
         expert_weight: Tensor,
         rank_rows: Tensor | None = None,
+        tokens: Sequence[Tensor] | None = None,
     ) -> Pending:
         """Begin to gather expert ids, in which those of this rank are 0 to E / P - 1, weights, and tokens as `unpacked`
         takes them: the small ones first, so that a fused step can sort the rows while the tokens travel. Then run what
         the layer computes meanwhile: its shared expert.
+
+        - ``tokens``: the result of `packed`, if the caller has it.
         """
         ep = self.expert_parallel
-        tokens = packed(x, ep.dispatch_dtype)
+        if tokens is None:
+            tokens = packed(x, ep.dispatch_dtype)
         ep.compare_experts(x)
         pending = ep.engine.start_gather_of_tokens(
             tokens, expert_index, expert_weight, self._rows(rank_rows), ep.local_experts(self.num_experts)
