@@ -136,6 +136,17 @@ def activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True)
     return _both(bind, o, *arguments, call=lambda rows: (x, w, None, rows, o.scale, index))
 
 
+def fp8_activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
+    """The first product and its activation in FP8."""
+    x, weight = quantize(o.rows, fp8_block(), offsets=o.offsets), quantize(o.gate_up, fp8_block(across=128))
+    a, w = (Codes(t.data, with_strides(t.scale)) for t in (x, weight))
+    bind = partial(products.bind_grouped_gemm_activation, quantized=fp8_block())
+    arguments = a, w, None, o.scale, SWIGLU, keep, options
+    found = _both(bind, o, *arguments, call=lambda rows: (a, w, None, rows, o.scale))
+    got, want = ({name: t.float() if t.itemsize == 1 else t for name, t in each.items()} for each in found)
+    return got, want
+
+
 def derivative_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     """The gradient of the first product's result."""
     bind, dy, w, p, index = products.bind_grouped_gemm_activation_backward, o.dy, o.down, o.grads, o.token_of_row
@@ -278,6 +289,27 @@ def gather_of_codes(
     return got, want
 
 
+def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """Codes and scales of tokens in the rows of their slots: of all ranks at once, and of one after the other."""
+    tokens = len(o.row_of_slot) // RANKS * RANKS
+    slots, of_tokens, count = o.row_of_slot[:tokens], quantize(o.x[:tokens], fp8_block()), len(o.token_of_row)
+    codes, scale = of_tokens.data, of_tokens.scale.contiguous()
+    scatter = exchange_functions.bind_scatter(codes, scale, slots, 1, RANKS, count)
+    arrived, words = (torch.zeros(RANKS, 1, dtype=torch.int32, device=o.x.device) for _ in range(2))
+    once, rows = scatter(codes, scale, slots), scatter(codes, scale, slots, None, arrived)
+    scatter(codes, scale, slots, rows, arrived, words)
+    there = o.token_of_row < tokens
+    there[int(o.offsets[-1]) :] = False
+    tokens_there = o.token_of_row[there]
+    got, want = {"words": words}, {"words": torch.zeros_like(words)}
+    want["words"][1:] = exchange_functions.SCATTER_ARRIVALS
+    for name, part, given in (("codes", 0, codes), ("scales", 1, scale)):
+        for way, found in (("at once", once), ("by ranks", rows)):
+            got[f"{name} {way}"] = 1024 * found[part][there].float()  # scales are small
+            want[f"{name} {way}"] = 1024 * given.float()[tokens_there]
+    return got, want
+
+
 def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[Values, Values]:
     """The sums over ranks of sums over slots; ``valued``: with a value per slot."""
     rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
@@ -312,6 +344,11 @@ DIRECT = (
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
     Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
+    Direct("activation of ranges in FP8", fp8_activation_of_ranges, tiles=3),
+    Direct(
+        "activation of ranges in FP8, without preactivation", partial(fp8_activation_of_ranges, keep=False), tiles=3
+    ),
+    Direct("codes in the order of experts", scattered),
     Direct("gather", gather),
     Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),
     Direct("gather of codes", gather_of_codes),

@@ -6,6 +6,7 @@ from itertools import product
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.exchange.pull import Pull
 from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.scatter import Scatter
 from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
 from fusedmoe.kernels.exchange.total import Total
@@ -129,6 +130,7 @@ QUICK_PRODUCTS = (
     *(kernel.symbol for kernel in (
         RaggedM(BlockScaledRows("e5m2"), CO_256, epilogue=PLAIN),
         RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes())),
+        RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes()), ranges=True),
         RaggedM(BLOCKS, CO_256_ROWS, epilogue=derivative_codes("geglu_erf", DerivativeCodes(), row_scale=True)),
         RaggedM(TENSOR, CO_256, epilogue=activation("swiglu", keep=True, result=CodesByExpert())),
         RaggedM(TensorScaled("e5m2"), CO_256_ROWS, epilogue=SWIGLU_BACKWARD),
@@ -147,7 +149,7 @@ QUICK_ROWS = [
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
     Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Send("bf16", "int64", scaled=True),
     Send("bf16", scaled=True), Pull("bf16"), Pull("fp16"), Push("bf16"), Push("fp16", "bf16"), Total("bf16"),
-    Total("fp16", "fp16"), Signal(),
+    Total("fp16", "fp16"), Signal(), Scatter(),
     Choose("topk_softmax", 128, False, None, False, False, 1, False, False, slots=8),
     Choose("sigmoid", 512, True, "fp32", True, True, 3, True, True),
     ChooseBackward("sigmoid", 512, True, (0, 0, 1, 2), of_rows=True, grads="lpz", sums=True),

@@ -228,7 +228,7 @@ def test_scatter_of_codes(monkeypatch, ranks, each, chosen, columns, packed):
     with emulated(), nan_in_new_tensors():
         scatter = functions.bind_scatter(codes, scale, row_of_slot, rank, ranks, room)
         check(scatter(codes, scale, row_of_slot), used)
-        arrived, words = torch.zeros(ranks, dtype=torch.int32), torch.zeros(ranks, 3, dtype=torch.int32)
+        arrived, words = torch.zeros(ranks, 1, dtype=torch.int32), torch.zeros(ranks, 3, dtype=torch.int32)
         out = scatter(codes, scale, row_of_slot, None, arrived)
         check(out, used & (step_of_row == 0))
         assert not words.any()

@@ -306,11 +306,13 @@ class Fp8GemmActivationOfArrivingTokens(
             if quantize is not None:
                 ((codes, scale),) = quantize(x)
                 of_rank = [scale.contiguous(), codes]
-            arriving = gather.start(x, *given[:count], tokens=of_rank)
+            of_gather = dict(zip(gather.runtime_inputs, given[:count], strict=True))
+            arriving = gather.start(x, **of_gather, tokens=of_rank)
             index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, row_of_slot, _, token_of_row, offsets = provided
             row_of_slot = row_of_slot.view(index.shape)
+            parts: Any
             if ranges is None:
                 scale, codes = arriving.wait(2), arriving.wait(3)
                 rows, parts = scatter(codes, scale, row_of_slot), offsets

@@ -234,11 +234,11 @@ def bind_scatter(
     ``(codes, scale, row_of_slot, out=None, arrived=None, words=None)``, return codes (R, H) and their scale (R, B),
     with the strides of `block_functions.scale_like`.
 
-    Without ``arrived``, all tokens are there. With it, (P,) int32, the rows of this rank's tokens are written first.
-    Then, with ``out``, the result of that call, and ``words``, a matrix of int32 with one line per step: those of the
-    other ranks, beside `bind_pull`, to which ``arrived`` was given as ``words``, (P, 1). The last element of line s
-    grows by `SCATTER_ARRIVALS` when the rows of rank ``this rank + s`` are written; a product may begin beside the
-    kernel. Rows that no slot has are not written.
+    Without ``arrived``, all tokens are there. With ``arrived`` alone, the rows of this rank's tokens are written. With
+    ``out``, the result of that call, and ``words`` too, those of the other ranks are written beside the kernel of
+    `bind_pull`, to which ``arrived`` (P, 1) int32 was given as ``words``. Here, ``words`` is a matrix of int32 with one
+    line per step: the last element of line s grows by `SCATTER_ARRIVALS` when the rows of rank ``this rank + s`` are
+    written, and a product may begin beside the kernel. Rows that no slot has are not written.
 
     - ``codes_AH``: one byte each, unit stride in H, the pitch and the address multiples of 16 bytes.
     - ``scale_AB``: fp32, unit stride in B.
@@ -262,8 +262,8 @@ def bind_scatter(
             steps, ctas, pitch = (1, ranks), SCATTER_SMS, words.shape[1]
         kernel(
             codes_AH.view(torch.uint8), scale_AB, row_of_slot_AK.view(-1), out[0].view(torch.uint8), out[1],
-            no_words if arrived is None else arrived, no_words if words is None else words.view(-1), rank, each,
-            chosen, *steps, pitch, ctas,
+            no_words if arrived is None else arrived.view(-1), no_words if words is None else words.view(-1), rank,
+            each, chosen, *steps, pitch, ctas,
         )  # fmt: skip
         return out
 
