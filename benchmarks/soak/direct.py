@@ -129,6 +129,14 @@ def product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Valu
     return _both(bind, o, x, w, None, o.scale, options, call=lambda rows: (x, w, None, rows, o.scale))
 
 
+def fp8_product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """The second product, in FP8."""
+    x, w = quantize(o.inner, fp8_block(), -1), quantize(o.down, fp8_block(across=128), -1)
+    operands = Codes(x.data, with_strides(x.scale)), Codes(w.data, with_strides(w.scale))
+    arguments = *operands, None, None, options
+    return _both(products.bind_grouped_gemm, o, *arguments, call=lambda rows: (*operands, None, rows, None))
+
+
 def activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
     """The first product and its activation, of tokens through their index; ``keep``: with the preactivation."""
     bind, x, w, index = products.bind_grouped_gemm_activation, o.x, o.gate_up, o.token_of_row
@@ -336,6 +344,7 @@ def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[
 
 DIRECT = (
     Direct("product of ranges", product_of_ranges, tiles=3),
+    Direct("FP8 product of ranges", fp8_product_of_ranges, tiles=2),
     Direct("activation of ranges", activation_of_ranges, tiles=3),
     Direct("activation of ranges, without preactivation", partial(activation_of_ranges, keep=False), tiles=3),
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),

@@ -183,7 +183,7 @@ class _CheckpointedBatches(torch.autograd.Function):
                     sums[i].add_(gradient)
                 else:
                     sums[i] = _exact_copy(gradient) if i == 0 else gradient
-            del kept, gradients
+            del kept, gradients, gradient
         dtypes = [None if t is None else t.dtype for t in uncast]
         return (None, None, *[sums[i].to(dtype) if i in sums else None for i, dtype in enumerate(dtypes)])
 

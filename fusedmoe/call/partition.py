@@ -320,9 +320,10 @@ def _grouped(members: Sequence[Member], divided: bool) -> list[list[Member]]:
     groups: list[list[Member]] = []
     for member in members:
         before = groups[-1][-1] if groups else None
-        apart = not before or (divided and _autocasts(member) != _autocasts(before))
-        if before and (begins_batches(member.module) or begins_batches(groups[-1][0].module)):
-            apart = isinstance(before.module, Combine) or begins_batches(member.module)
+        apart = before and divided and _autocasts(member) != _autocasts(before)
+        if before and not apart:  # the experts of a batch
+            ends = begins_batches(groups[-1][0].module) and isinstance(before.module, Combine)
+            apart = ends or begins_batches(member.module)
         if before and member.joins and before.joins and not apart:
             groups[-1].append(member)
         else:
