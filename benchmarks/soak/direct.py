@@ -353,10 +353,8 @@ DIRECT = (
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
     Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
-    Direct("activation of ranges in FP8", fp8_activation_of_ranges, tiles=3),
-    Direct(
-        "activation of ranges in FP8, without preactivation", partial(fp8_activation_of_ranges, keep=False), tiles=3
-    ),
+    Direct("FP8 activation of ranges", fp8_activation_of_ranges),
+    Direct("FP8 activation of ranges, without preactivation", partial(fp8_activation_of_ranges, keep=False)),
     Direct("codes in the order of experts", scattered),
     Direct("gather", gather),
     Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),

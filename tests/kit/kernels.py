@@ -100,6 +100,8 @@ def other_products_of_codes():
             yield RaggedM(operands, CO_256, epilogue=activation("swiglu", keep=True, result=result))
         yield RaggedM(operands, CO_256_ROWS, epilogue=GPT_OSS_BACKWARD)
     yield RaggedM(BlockScaledRows("e5m2"), CO_256_ROWS, epilogue=SWIGLU_BACKWARD)
+    for config, keep in product(CANDIDATES["fp8_activation"], (True, False)):
+        yield RaggedM(BLOCKS, config, epilogue=activation("swiglu", keep=keep, result=RowCodes()), ranges=True)
     some_forms = [forms for forms in product((True, False), repeat=3) if any(forms) and not all(forms)]
     for codes, dtype in (
         *((DerivativeCodes(*forms), "e4m3") for forms in some_forms),

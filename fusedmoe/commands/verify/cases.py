@@ -71,6 +71,7 @@ ATOMIC = {"sm100.grouped_dgrad_activation_quantize": ("probs", "expert_weight")}
 
 BETWEEN_RANKS = (
     "sm90.gemm_activation_of_arriving_tokens",
+    "sm90.fp8_gemm_activation_of_arriving_tokens",
     "sm90.gemm_of_leaving_rows",
     "sm90.fp8_gemm_of_leaving_rows",
     "sm90.dgrad_activation_of_arriving_gradients",
