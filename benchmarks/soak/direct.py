@@ -21,6 +21,7 @@ from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, END, READY, T
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.products import with_strides
@@ -298,7 +299,9 @@ def gather_of_codes(
 
 
 def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
-    """Codes and scales of tokens in the rows of their slots: of all ranks at once, and of one after the other."""
+    """Codes and scales of tokens in the rows of their slots: of all ranks at once, and of one after the other; and the
+    values of the tokens.
+    """
     tokens = len(o.row_of_slot) // RANKS * RANKS
     slots, of_tokens, count = o.row_of_slot[:tokens], quantize(o.x[:tokens], fp8_block()), len(o.token_of_row)
     codes, scale = of_tokens.data, of_tokens.scale.contiguous()
@@ -309,7 +312,9 @@ def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     there = o.token_of_row < tokens
     there[int(o.offsets[-1]) :] = False
     tokens_there = o.token_of_row[there]
-    got, want = {"words": words}, {"words": torch.zeros_like(words)}
+    values = format_functions.bind_dequantize(codes, scale, of_tokens.format)(codes, scale)
+    got = {"words": words, "values": values}
+    want = {"words": torch.zeros_like(words), "values": of_tokens.dequantize()}
     want["words"][1:] = exchange_functions.SCATTER_ARRIVALS
     for name, part, given in (("codes", 0, codes), ("scales", 1, scale)):
         for way, found in (("at once", once), ("by ranks", rows)):

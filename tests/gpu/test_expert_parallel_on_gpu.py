@@ -227,7 +227,7 @@ def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None):
     x, grad = data(tokens[rank], rank)
     overlaps, others = (OVERLAPS, OTHERS) if recipe == "bf16" else (FP8_OVERLAPS, FP8_OTHERS)
     if wire is not None:
-        overlaps = (*overlaps, hopper_ranks.ARRIVING_CODES)
+        overlaps = (*overlaps, hopper_ranks.ARRIVING_CODES, hopper_ranks.GRADIENTS_AS_CODES)
     found = {}
     for engine in ("allgather", "symmetric"):
         for disabled in (overlaps, others):

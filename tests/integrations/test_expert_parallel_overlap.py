@@ -7,7 +7,7 @@ import torch
 from kit import hopper_ranks as hopper
 from kit.compare import pairwise
 from kit.expert_parallel_ranks import alone, on_each
-from kit.hopper_ranks import ARRIVING_CODES, FP8_OTHERS, FP8_OVERLAPS, MOST, OTHERS, OVERLAPS
+from kit.hopper_ranks import ARRIVING_CODES, FP8_OTHERS, FP8_OVERLAPS, GRADIENTS_AS_CODES, MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 
@@ -41,7 +41,7 @@ def compare(
     count, sizes = tokens[ep.rank], (128, 128) if fp8 else ()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
-        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES):
+        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, GRADIENTS_AS_CODES):
             expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training)
         other = ep
         if symmetric is not None:
@@ -158,7 +158,7 @@ def test_what_the_rules_decline(hopper_ranks, settings, reason, rules, more):
     expected = OVERLAPS.keys() if rules is None else rules
     for used, found in hopper_ranks.run(declined, 2, settings, reason, rules, **more)[:2]:
         assert used == OVERLAPS.keys() - expected
-        assert found == expected
+        assert found - {GRADIENTS_AS_CODES} == expected
 
 
 @pytest.mark.parametrize(("size", "tokens", "options"), [
@@ -188,12 +188,19 @@ def test_codes_that_arrive_are_the_operand_of_the_product(hopper_ranks, folder, 
     if "symmetric" in options:
         options = options | {"symmetric": (folder,)}
     found = hopper_ranks.run(compare, size, CODES, tokens, fp8=True, disabled=(FP8_OTHERS,) * 4, **options)
-    backward = {"sm90.fp8_wgrad_beside_exchange"} if options.get("training", True) else set()
+    backward = {GRADIENTS_AS_CODES, "sm90.fp8_wgrad_beside_exchange"} if options.get("training", True) else set()
     by_kernels = "symmetric" in options and not options.get("quick")
     for used, launched, parts in found[:size]:
         assert used == {ARRIVING_CODES, "sm90.fp8_gemm_of_leaving_rows"} | backward
         assert launched == (2 if by_kernels else 0 if options.get("quick") else 1)
         assert (size in parts) is by_kernels
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True}], ids=str)
+def test_gradients_travel_as_codes_under_bf16_too(hopper_ranks, folder, options):
+    options = {"symmetric": (folder,)} if options else {}
+    for used, *_ in hopper_ranks.run(compare, 2, CODES, UNEVEN, disabled=((),) * 4, **options)[:2]:
+        assert GRADIENTS_AS_CODES in used
 
 
 @on_each

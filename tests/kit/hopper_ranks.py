@@ -41,7 +41,8 @@ FP8_OVERLAPS = {
     "sm90.fp8_wgrad_beside_exchange": ("sm90.fp8_grouped_dgrad",),
 }
 ARRIVING_CODES = "sm90.fp8_gemm_activation_of_arriving_tokens"
-"""The same, if tokens travel as FP8 codes."""
+GRADIENTS_AS_CODES = "sm90.gather_gradients_as_codes"
+"""The same, if tokens and gradients travel as FP8 codes."""
 FP8_OTHERS = {other for others in FP8_OVERLAPS.values() for other in others}
 APART = "sm90.activation,sm90.dactivation"
 """Off in the ranks: for so few tokens they cost less too, and round other values."""
@@ -94,7 +95,12 @@ def rules_of(made, count=1, training=True):
     """The rules of a plan that compute while tokens travel."""
     x = torch.zeros(max(count, 1), made.hidden, dtype=BF16, requires_grad=training)
     with torch.set_grad_enabled(training):
-        return {step.rule for step in made.explain(x).steps} & {*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES}
+        return {step.rule for step in made.explain(x).steps} & {
+            *OVERLAPS,
+            *FP8_OVERLAPS,
+            ARRIVING_CODES,
+            GRADIENTS_AS_CODES,
+        }
 
 
 # ---- "symmetric" ----------------------------------------------------------------------------------------------------

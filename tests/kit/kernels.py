@@ -168,7 +168,7 @@ QUICK_ROWS = [
     QuantizeFormat("bf16", True, False, True, nvfp4(), True, True, stochastic=True),
     QuantizeFormat("bf16", False, False, False, nvfp4(across=16), True, True),
     Magnitudes("bf16", True, False, True, False, False, True, True),
-    Dequantize("e4m3", "e8m0", 32, 1), DequantizeTransposed("e2m1", "e4m3", 16, 1),
+    Dequantize("e4m3", "e8m0", 32, 1), Dequantize("e4m3", "fp32", 128, 1), DequantizeTransposed("e2m1", "e4m3", 16, 1),
     GatherCodes(), TransposeCodes(), TransposeRows(), UpdateAmaxHistory(),
     QuantizePacked("bf16", False, True, True), QuantizePacked("bf16", True, True, True, True),
     QuantizePackedWeight("bf16", True, True, True), QuantizePackedWeight("fp16", False, True, True),

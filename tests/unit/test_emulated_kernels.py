@@ -248,6 +248,12 @@ def test_square_blocks_and_dequantized_values(which, of_rows):
         quantize_kernels.check_dequantized(t, transposed=axis == -2)
 
 
+@pytest.mark.parametrize("which", ["block", slow("block fp32")])
+def test_dequantized_blocks_of_rows(which):
+    for rows_of in (quantize_kernels.ordinary, quantize_kernels.values):
+        quantize_kernels.check_dequantized(quantize(rows_of(37, 272), quantize_kernels.QUANTIZERS[which]))
+
+
 @pytest.mark.parametrize("axes", [slow((-1, -2)), (-2,)], ids=str)
 def test_quantized_packed_rows(axes):
     """For Blackwell: rows sorted by expert, with a tail of NaN; then of halves, through an index."""

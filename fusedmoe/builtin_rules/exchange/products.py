@@ -5,6 +5,7 @@
   codes are the operand of the product: a kernel writes them in the order of the experts, as they arrive.
 - `sm90.gemm_of_leaving_rows`: the second layer begins with the tiles of other ranks' tokens, whose sums then leave.
 - `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
+- `sm90.gather_gradients_as_codes`: those gradients as FP8 codes (``dispatch_dtype``), without a product.
 - `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
 
 A product then computes the rows in parts, by the ranks of their tokens, in whole tiles: it has the same tiles as
@@ -56,6 +57,7 @@ from fusedmoe.builtin_rules.requirements import (
     OnSm90,
     ThroughIndex,
     activation_of,
+    check_bf16,
     check_common,
     check_dscale,
     check_row_scale,
@@ -63,13 +65,13 @@ from fusedmoe.builtin_rules.requirements import (
 )
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.expert_parallel import ExpertParallel
-from fusedmoe.expert_parallel.wire import FORMAT, unpacked
+from fusedmoe.expert_parallel.wire import FORMAT
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.rows.move.functions import MOST_RANKS
-from fusedmoe.kernels.rows.quantize import block_functions
+from fusedmoe.kernels.rows.quantize import block_functions, format_functions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.kernels.sm90.products import has_strides
@@ -294,6 +296,7 @@ class Fp8GemmActivationOfArrivingTokens(
             ),
             *operands,
         )  # fmt: skip
+        dequantize = format_functions.bind_dequantize(codes, scale, FORMAT)
         by_columns = None
         if "quantize.output:columns" in keep:
             by_columns = block_functions.bind_quantize_rows(
@@ -323,7 +326,7 @@ class Fp8GemmActivationOfArrivingTokens(
             y, p = (results[:-1], results[-1:]) if "act.input" in keep else (results, ())
             kept = []
             if by_columns is not None or "gather.output" in keep:
-                tokens = unpacked([scale, codes], x.dtype)
+                tokens = dequantize(codes, scale)
                 kept += [tokens] if "gather.output" in keep else []
                 kept += [] if by_columns is None else by_columns(tokens, offsets, token_of_row)[0]
             return index, expert_weight, *gather.empty(x), *provided, *y, *kept, *p
@@ -445,6 +448,43 @@ class Fp8GemmOfLeavingRows(OnFp8, _GemmOfLeavingRows, name="sm90.fp8_gemm_of_lea
             return of_codes(products.bind_grouped_gemm(*operands, bias, None, options, ranges=ranges), *operands)
 
         return self._bind(ctx, product, weight, offsets, expert_index, *of_rows)
+
+
+class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes", direction="backward"):
+    """The gradients of the results of all ranks, which travel as FP8 codes and scales."""
+
+    back: DReturnTokens
+
+    def offer(self, ctx: PlanContext) -> Step:
+        _require_ranks(self.back.op)
+        expert_parallel = self.back.op.expert_parallel
+        if expert_parallel.dispatch_dtype is None:
+            raise NothingToDo("gradients travel in their own dtype (dispatch_dtype)")
+        require(expert_parallel.combine_dtype is None, "the gradients are fp32 (combine_dtype)")
+        check_bf16(ctx, "FP8", "grad_output")
+        decline(limits.why_not_width_of_codes("features", ctx.spec("grad_output").shape[1]))
+        return Step(
+            needs=("grad_output", "back.gathered_index", "back.rank_experts"),
+            gives=("grad_input",),
+            zeroes_tail=True,
+            launches=5,
+            extra_bytes=_nbytes(ctx.spec("grad_output")) + _nbytes(ctx.spec("grad_input")),  # codes
+        )
+
+    def bind(self, ctx: PlanContext, dy: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Run:
+        guards.gradient(dy)
+        back, total = self.back, gathered_index.shape[0]
+        quantize = guards.on_readable(dy, block_functions.bind_quantize_rows(dy, FORMAT))
+        codes = dy.new_empty(total, dy.shape[1], dtype=FORMAT.element.dtype)
+        scale = dy.new_empty(total, -(-dy.shape[1] // 128), dtype=torch.float32)
+        dequantize = format_functions.bind_dequantize(codes, scale, FORMAT)
+
+        def run(dy: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Tensor:
+            ((codes, scale),) = quantize(dy)
+            scale, codes = back.start(dy, gathered_index, rank_experts, [scale.contiguous(), codes]).wait_all()
+            return dequantize(codes, scale)
+
+        return run
 
 
 class DgradActivationOfArrivingGradients(

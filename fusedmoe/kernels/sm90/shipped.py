@@ -24,6 +24,7 @@ from fusedmoe.kernels.rows.move.slots import SLOTS, GatherRows, RowDots, SlotVal
 from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms
 from fusedmoe.kernels.rows.quantize.amax_history import UpdateAmaxHistory
 from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.rows.quantize.dequantize import Dequantize
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes
 from fusedmoe.kernels.rows.quantize.transpose_codes import TransposeCodes
@@ -194,7 +195,16 @@ def shipped() -> tuple[Kernel, ...]:
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
-    kernels += [RowRanges(), Signal(), Scatter(), Send("bf16"), Pull("bf16"), Push("bf16"), Push("bf16", "fp32")]
+    kernels += [
+        RowRanges(),
+        Signal(),
+        Scatter(),
+        Dequantize("e4m3", "fp32", 128, 1),
+        Send("bf16"),
+        Pull("bf16"),
+        Push("bf16"),
+        Push("bf16", "fp32"),
+    ]
     kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
     kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
