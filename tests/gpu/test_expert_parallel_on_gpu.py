@@ -453,10 +453,10 @@ def delay(generator):
         torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=generator)))
 
 
-def delayed(rank, engine, recipe):
+def delayed(rank, engine, recipe, wire=None):
     """Steps with random delays of each rank, and buffers that are poisoned before each use."""
     on_device(rank)
-    ep, delays = exchange(engine), torch.Generator().manual_seed(rank)
+    ep, delays = exchange(engine, wire=wire), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
         with poisoned_regions(rank, ep) if engine == "symmetric" else nullcontext():
@@ -466,10 +466,10 @@ def delayed(rank, engine, recipe):
     assert want[0].any()
 
 
-def delayed_replays(rank, recipe):
+def delayed_replays(rank, recipe, wire=None):
     """The same as replays of a CUDA graph: the host only starts them, so that many follow each other closely."""
     on_device(rank)
-    ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
+    ep, delays = exchange("symmetric", wire=wire), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
         graph = torch.cuda.CUDAGraph()
@@ -498,6 +498,11 @@ def test_delays_and_poisoned_buffers(ranks, engine, recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 def test_replays_with_delays_and_poisoned_buffers(ranks, recipe):
     ranks.run(delayed_replays, recipe)
+
+
+def test_codes_with_delays_and_poisoned_buffers(ranks):
+    ranks.run(delayed, "symmetric", "fp8_block", torch.float8_e4m3fn)
+    ranks.run(delayed_replays, "fp8_block", torch.float8_e4m3fn)
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------------------------

@@ -157,8 +157,9 @@ def test_codes_that_arrive_beside_a_product(waits):
                         arrived[step] += 1
                         late[1][there] = scale[there]
                         arrived[step] += 1
-            scatter(*late, row_of_slot, found, arrived, words)
-            got = product(Codes(*found), weight, None, [Part(blocks, beside=True)], None)
+        # without a launch between both
+        scatter(*late, row_of_slot, found, arrived, words)
+        got = product(Codes(*found), weight, None, [Part(blocks, beside=True)], None)
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         assert not words[1:, -1].any()
