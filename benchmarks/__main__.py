@@ -6,7 +6,8 @@ apart from products), ``recipes`` (the expert MLP under each recipe), ``deepgemm
 environment), ``tiles`` (every tile configuration for many layers, about five minutes), ``transformers`` (a stack of
 decoder layers), ``train`` (training of whole models on text, about five minutes per model), ``train-recipes`` (losses
 of training under FP8 recipes), ``fp8`` (training under ``fp8_block`` and ``fp8_tensor``: kernels, whole layers, unfused
-FP8), ``ep`` (expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``).
+FP8), ``ep`` (expert parallelism, started by ``torchrun --nproc-per-node P -m benchmarks --only ep``), ``ep-train``
+(training of a model with expert parallelism, on all GPUs of the machine).
 The default is ``host``, and with a GPU also ``layer``, ``kernels`` and ``mlp``.
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import ep, ep_run, gpu, host, layer, layer_run, shapes, stack, tiles
+from benchmarks import ep, ep_run, ep_train, gpu, host, layer, layer_run, shapes, stack, tiles
 from benchmarks.ceiling import ceiling
 from benchmarks.fp8 import run as fp8
 from benchmarks.results import ROOT, machine, write
@@ -28,9 +29,9 @@ from benchmarks.train import recipes as train_recipes
 from benchmarks.train import run as train_run
 from fusedmoe.commands.timing import GpuTimer
 
-WITHOUT_GPU = ("host", "ep")
+WITHOUT_GPU = ("host", "ep", "ep-train")
 SECTIONS = (
-    "host", "layer", *gpu.SECTIONS, "tiles", "transformers", "train", "train-recipes", "fp8", "ep",
+    "host", "layer", *gpu.SECTIONS, "tiles", "transformers", "train", "train-recipes", "fp8", "ep", "ep-train",
 )  # fmt: skip
 
 
@@ -47,7 +48,9 @@ def main(argv: list[str] | None = None) -> None:
     if "ep" in sections:
         if sections != ("ep",) or not ep_run.started():
             parser.error("--only ep: start it alone: torchrun --nproc-per-node P -m benchmarks --only ep")
-        ep_run.run_ranks(_chosen(parser, tuple(args.shape or ep.SHAPES)), args.reps, args.results)
+        ep_run.run_ranks(_chosen(parser, tuple(args.shape or ep.TOKENS), ep.known()), args.reps, args.results)
+    if "ep-train" in sections:
+        print("written to", ep_train.run(torch.cuda.device_count() or 2, ep_train.settings(), args.results))
     if "host" in sections:
         _host(devices, args.rounds, args.results)
     if "tiles" in sections:
@@ -163,8 +166,10 @@ def _some_of(known: tuple[str, ...], text: str) -> tuple[str, ...]:
     return chosen
 
 
-def _chosen(parser: argparse.ArgumentParser, names: tuple[str, ...] | None) -> tuple[shapes.Shape, ...]:
-    known = shapes.load()
+def _chosen(
+    parser: argparse.ArgumentParser, names: tuple[str, ...] | None, known: dict[str, shapes.Shape] | None = None
+) -> tuple[shapes.Shape, ...]:
+    known = known or shapes.load()
     if unknown := [name for name in names or () if name not in known]:
         parser.error(f"--shape {', '.join(unknown)}: expected some of {', '.join(known)}")
     return tuple(known[name] for name in names or known)

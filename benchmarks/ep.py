@@ -31,17 +31,28 @@ import fusedmoe as fm
 from benchmarks.cases import release
 from benchmarks.ep_timing import slowest
 from benchmarks.peers import all_to_all
-from benchmarks.shapes import Shape
+from benchmarks.shapes import Shape, load
 from fusedmoe.commands.bench.layer import activate, relative_error
-from fusedmoe.commands.bench.measure import WRONG
+from fusedmoe.commands.bench.measure import WRONG, WRONG_QUANTIZED
 from fusedmoe.commands.timing import CallTime, Timer, memory_of, why_not
 from fusedmoe.expert_parallel.group import ENGINES
 
 REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
-SHAPES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "mixtral-8x7b")
-TOKENS = (2048, 8192, 32768)
+DEEPSEEK_V3 = Shape("deepseek-v3", 4096, hidden=7168, intermediate=2048, experts=256, top_k=8)  # all of its experts
+TOKENS = {
+    "qwen3-30b-a3b": (2048, 8192, 32768), DEEPSEEK_V3.name: (4096,), "qwen3-235b-a22b": (8192,), "mixtral-8x7b": (8192,)
+}  # fmt: skip
+"""The shapes that are measured by default, and the tokens per rank of each."""
+OTHER_TOKENS = (8192,)
+"""Those of other shapes."""
+RECIPES = ("bf16", "fp8_block")
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
 SAMPLED_TOKENS = 32  # of each rank
+
+
+def known() -> dict[str, Shape]:
+    """Return the shapes by name."""
+    return load() | {DEEPSEEK_V3.name: DEEPSEEK_V3}
 
 
 class Leaves(NamedTuple):
@@ -264,20 +275,32 @@ def _part(
 # ---- figures -------------------------------------------------------------------------------------------------------
 
 
-def measure(shape: Shape, tokens: int, timer: Timer, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Measure one shape with N tokens per rank; return its entry of the result file."""
+def measure(
+    shape: Shape, tokens: int, recipe: str, timer: Timer, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Measure one shape with N tokens per rank; return its entry of the result file. Peers run in bf16 only."""
+    with fm.recipe(recipe):
+        return _measure(shape, tokens, recipe, timer, device, dtype)
+
+
+def _measure(
+    shape: Shape, tokens: int, recipe: str, timer: Timer, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
     work = Work(shape, tokens, device, dtype)
     reference = Reference(work)
     rows: dict[str, dict[str, Any]] = {}
     candidates: dict[str, Candidate] = {}
+    wrong = WRONG[dtype.itemsize] if recipe == "bf16" else WRONG_QUANTIZED
     for name, prepare in CANDIDATES.items():
+        if recipe != "bf16" and name in (UNFUSED_PEER, FUSED_PEER):
+            continue
         candidate, note = agreed(functools.partial(_tried, prepare, work))
         rows[name] = _row(name, note)
         if candidate is None:
             continue
         errors = reference.errors(candidate)
         rows[name] |= {"errors": errors, "plan": candidate.plan}
-        if not (worst := max(errors.values())) < WRONG[dtype.itemsize]:
+        if not (worst := max(errors.values())) < wrong:
             rows[name]["note"] = f"wrong: relative error {worst:.2g}"
             continue
         candidates[name] = candidate
@@ -291,9 +314,16 @@ def measure(shape: Shape, tokens: int, timer: Timer, device: torch.device, dtype
         rows[name] |= _times(time, None if name == REFERENCE else base)
         if device.type == "cuda":
             rows[name]["eager_ms"] = eager_ms(candidates[name].step)
-    exchanges = {name: _exchanges(work, candidate, timer) for name, candidate in candidates.items() if candidate.ep}
-    exchanges["sorted rows"] = _exchange_of_rows(work, timer, deduplicated=False, engine=None)
-    entry = asdict(shape) | {"tokens_per_rank": tokens, "rows": list(rows.values()), "exchanges": exchanges}
+    exchanges = {}
+    if recipe == "bf16":
+        exchanges = {name: _exchanges(work, candidate, timer) for name, candidate in candidates.items() if candidate.ep}
+        exchanges["sorted rows"] = _exchange_of_rows(work, timer, deduplicated=False, engine=None)
+    entry = asdict(shape) | {
+        "tokens_per_rank": tokens,
+        "recipe": recipe,
+        "rows": list(rows.values()),
+        "exchanges": exchanges,
+    }
     del entry["tokens"]
     return entry
 
@@ -462,8 +492,8 @@ def _bandwidth(time: CallTime, nbytes: int) -> dict[str, float]:
 def lines(entry: dict[str, Any]) -> Iterator[str]:
     """Yield the text of an entry."""
     yield (
-        f"\n{entry['name']}: {entry['tokens_per_rank']} tokens per rank, hidden {entry['hidden']}, intermediate "
-        f"{entry['intermediate']}, {entry['experts']} experts, top {entry['top_k']}"
+        f"\n{entry['name']}, {entry['recipe']}: {entry['tokens_per_rank']} tokens per rank, hidden {entry['hidden']}, "
+        f"intermediate {entry['intermediate']}, {entry['experts']} experts, top {entry['top_k']}"
     )
     for row in entry["rows"]:
         figures = ""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks import shapes
+from benchmarks.ep import DEEPSEEK_V3
 from benchmarks.shapes import Shape
 from fusedmoe.builtin_rules.exchange.beside import LATENCY_US, LINK_GB_S
 from fusedmoe.commands.bench.layer import OURS
@@ -28,7 +29,6 @@ NODE = 8  # GPUs that NVLink connects
 TOKENS = 8192  # N
 NUMBER_BYTES = 2  # bf16
 LAYERS = ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v3")
-DEEPSEEK_V3 = Shape("deepseek-v3", TOKENS, hidden=7168, intermediate=2048, experts=256, top_k=8)
 
 
 def layers() -> dict[str, Shape]:
@@ -363,6 +363,8 @@ def checks(results: dict[str, Any], measured: Iterable[dict[str, Any]]) -> list[
     found = []
     for of_gpu in measured:
         for entry in of_gpu["shapes"]:
+            if entry["recipe"] != "bf16":
+                continue
             times = {row["name"]: row["ms"] for row in entry["rows"] if row["ms"]}
             shape, without = layers().get(entry["name"]), times.get("no communication")
             if shape is None or without is None:

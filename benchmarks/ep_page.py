@@ -20,7 +20,7 @@ that without communication. The host time of a candidate that synchronises inclu
 peak of memory includes the buffers of `symmetric`. The rows without communication and their gradients are there before
 the measurement, and so not in its peak. *SMs* are the most that a kernel of the communication takes beside products.
 The bandwidth of an exchange alone includes waits for other ranks and copies into buffers. The file `ep.json` also has
-quartiles, errors and plans. Without a GPU, the section runs a tiny layer on gloo.
+quartiles, errors, plans and eager times. Without a GPU, the section runs a tiny layer on gloo.
 [Expert parallelism](expert_parallel.md#at-scale-on-paper) predicts steps on more GPUs.
 """
 MEASURED = """\
@@ -54,7 +54,7 @@ def _steps(shapes: Iterable[dict[str, Any]]) -> str:
     """Return the table of forward + backward."""
     rows = [
         [
-            *_head(shape), row["name"], f"{row['ms']:.2f}", _number(row["x_no_communication"], ".2f"),
+            *_head(shape), shape["recipe"], row["name"], f"{row['ms']:.2f}", _number(row["x_no_communication"], ".2f"),
             _number(row["exposed_ms"], ".2f"), _number(row["host_us"], ".0f"), _number(row["host_syncs"], "d"),
             _number((row["communication"] or {}).get("sms"), "d"), _number(_peak_gib(row), ".2f"),
         ]
@@ -62,7 +62,18 @@ def _steps(shapes: Iterable[dict[str, Any]]) -> str:
         for row in shape["rows"]
         if row["ms"]
     ]  # fmt: skip
-    head = ["shape", "tokens per rank", "", "ms", f"x {REFERENCE}", "exposed, ms", "host us", "host syncs", "SMs"]
+    head = [
+        "shape",
+        "tokens per rank",
+        "recipe",
+        "",
+        "ms",
+        f"x {REFERENCE}",
+        "exposed, ms",
+        "host us",
+        "host syncs",
+        "SMs",
+    ]
     return table([*head, "peak, GiB"], rows)
 
 

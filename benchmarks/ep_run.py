@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,15 +37,21 @@ def run_ranks(shapes: Sequence[Shape], reps: int, results: Path) -> None:
         if device.type == "cuda":
             run(shapes, ep.TOKENS, device, torch.bfloat16, reps, results)
         else:
-            run((ep.TINY,), ep.TINY_TOKENS, device, torch.float32, reps, results)
+            run((ep.TINY,), {ep.TINY.name: ep.TINY_TOKENS}, device, torch.float32, reps, results)
     finally:
         dist.destroy_process_group()
 
 
 def run(
-    shapes: Sequence[Shape], tokens: Sequence[int], device: torch.device, dtype: torch.dtype, reps: int, results: Path
+    shapes: Sequence[Shape],
+    tokens: Mapping[str, Sequence[int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    reps: int,
+    results: Path,
 ) -> Path | None:
-    """Measure each shape with each number of tokens per rank; after each, write the file. Return it on the first rank.
+    """Measure each shape, with each number of its tokens per rank and under each recipe; after each, write the file.
+    Return it on the first rank.
 
     A shape with clamps and biases, or one whose rows arrive dispatched (K = 1), is left out.
     """
@@ -60,8 +67,8 @@ def run(
             if first:
                 print(f"\n{shape.name}: left out")
             continue
-        for of_rank in tokens:
-            entry = ep.measure(shape, of_rank, timer, device, dtype)
+        for of_rank, recipe in itertools.product(tokens.get(shape.name, ep.OTHER_TOKENS), ep.RECIPES):
+            entry = ep.measure(shape, of_rank, recipe, timer, device, dtype)
             release(device)
             found["shapes"].append(entry)
             if first:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import activations, demo, ep_model_page, ep_page, layer_page, marked, mlp, recipes_page
+from benchmarks import activations, demo, ep_model_page, ep_page, ep_train, layer_page, marked, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.marked import table
 from benchmarks.results import ROOT
@@ -295,6 +295,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
     parts.append(ep_page.render(load_ep(machines)))
+    parts.append(ep_train.render(load_ep(machines, "ep_train")))
     if fp8 := load(layer_folder, "fp8"):
         parts.append(FP8.format(machine=fp8["machine"], recipes=fp8_page.measured(fp8)))
     if host:
@@ -322,10 +323,10 @@ def render_recipes(folder: Path = LAYER_RESULTS) -> str:
     return recipes_page.filled(text, found) if found else text
 
 
-def load_ep(machines: Path) -> list[dict[str, Any]]:
+def load_ep(machines: Path, name: str = "ep") -> list[dict[str, Any]]:
     """Read the results of expert parallelism of each machine with GPUs, by the name of its folder."""
-    found = (load(file.parent, file.stem) for file in sorted(machines.glob("*/ep.json")))
-    return [results for results in found if results and results["nccl"]]
+    found = (load(file.parent, file.stem) for file in sorted(machines.glob(f"*/{name}.json")))
+    return [results for results in found if results and results["machine"].startswith("NVIDIA")]
 
 
 def load_seeds(folder: Path) -> list[dict[str, Any]]:

@@ -1,0 +1,117 @@
+"""Training of a Qwen3-MoE whose experts several GPUs share: `examples/qwen3_moe_expert_parallel.py`, with the experts
+of `fusedmoe` and with those of transformers under FSDP2. The figures go to ``ep_train.json``.
+
+Each variant is a job of its own, which ``torchrun`` starts on all GPUs of the machine. All have the same text, batch,
+random weights, and AdamW in fp32.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.marked import table
+from benchmarks.results import write
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "examples" / "qwen3_moe_expert_parallel.py"
+STOCK = "transformers, FSDP2"
+VARIANTS = {
+    STOCK: ("--experts", "stock"),
+    "fusedmoe": (),
+    "fusedmoe, fp8_block": ("--recipe", "fp8_block"),
+}
+SHAPE, LAYERS, LENGTH, SEQUENCES, STEPS, EVERY = "qwen3-30b-a3b", 12, 2048, 4, 16, 4
+TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
+TIMEOUT_S = 300
+
+SECTION = """\
+### Training of a model
+
+`python -m benchmarks --only ep-train` runs `examples/qwen3_moe_expert_parallel.py` on all GPUs of a machine: the first
+layers of Qwen3-30B-A3B with random weights, the text of docs/ by bytes, AdamW in fp32, products in bf16. *{stock}* has
+the experts of transformers, sharded by FSDP2 as all other parameters are. The speed is the median over the intervals of
+{every} steps after the first one. Each of them ends with a collective of all ranks.
+"""
+MEASURED = """\
+{ranks} x {machine}, torch {torch}, transformers {transformers}, commit {commit}: {layers} layers, {sequences} sequences
+of {length} tokens per rank, {steps} steps.
+
+{rows}
+"""
+
+
+def settings() -> dict[str, Any]:
+    """Return the sizes: those of a GPU, or tiny ones for a CPU."""
+    if not torch.cuda.is_available():
+        return TINY
+    return {
+        "shape": SHAPE, "layers": LAYERS, "length": LENGTH, "sequences": SEQUENCES, "steps": STEPS, "every": EVERY
+    }  # fmt: skip
+
+
+def run(ranks: int, sizes: dict[str, Any], results: Path) -> Path:
+    """Train each variant, and print its figures. Write the file after each, and return it."""
+    rows: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder) / "text"
+        text.write_text("".join(file.read_text("utf-8") for file in sorted((ROOT / "docs").glob("*.md"))), "utf-8")
+        for name, options in VARIANTS.items():
+            rows[name] = _trained(ranks, sizes, text, options)
+            print(f"{name:24}{_line(rows[name])}", flush=True)
+            written = write(results, "ep_train", {"ranks": ranks, **sizes, "rows": rows})
+    return written
+
+
+def _trained(ranks: int, sizes: dict[str, Any], text: Path, options: Iterable[str]) -> dict[str, Any]:
+    """Return the result of a job, or its error as ``note``."""
+    batch, common = ranks * sizes["sequences"], ("shape", "layers", "length", "steps", "every")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(EXAMPLE), "--text", str(text), "--lr", "1e-4", "--batch", str(batch), *options]
+    command += [word for name in common for word in (f"--{name}", str(sizes[name]))]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
+    try:
+        job = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"note": f"did not end within {TIMEOUT_S} s"}
+    if job.returncode:
+        return {"note": job.stderr[-4000:]}
+    return json.loads(job.stdout.splitlines()[-1])
+
+
+def _line(row: dict[str, Any]) -> str:
+    if "note" in row:
+        return row["note"]
+    peak = max(row["peak_gib"])
+    return f"{row['tokens_per_s']:9,.0f} tokens/s per rank  {peak:5.1f} GiB  loss {row['losses'][-1]:.4f}"
+
+
+def render(measured: Iterable[dict[str, Any]]) -> str:
+    """Return the part of docs/benchmarks.md, with a table for each machine that has results."""
+    parts = [SECTION.format(stock=STOCK, every=EVERY)]
+    for results in measured:
+        done = {name: row for name, row in results["rows"].items() if "note" not in row}
+        stock = done[STOCK]["tokens_per_s"] if STOCK in done else None
+        rows = [
+            [
+                name, f"{row['tokens_per_s']:,.0f}", "" if stock is None else f"{row['tokens_per_s'] / stock:.2f}",
+                f"{max(row['peak_gib']):.1f}", f"{row['losses'][-1]:.3f}",
+            ]
+            for name, row in done.items()
+        ]  # fmt: skip
+        heading = {name: results[name] for name in ("ranks", "machine", "commit", "layers", "sequences", "length")}
+        versions = {name: results["versions"][name] for name in ("torch", "transformers")}
+        head = ["experts", "tokens/s per GPU", f"x {STOCK}", "peak, GiB", "last loss"]
+        parts.append(MEASURED.format(**heading, **versions, steps=results["steps"], rows=table(head, rows)))
+    return "\n".join(parts)
