@@ -21,6 +21,7 @@ from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, END, READY, T
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.quantize import format_functions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.products import with_strides
@@ -144,6 +145,17 @@ def activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True)
     return _both(bind, o, *arguments, call=lambda rows: (x, w, None, rows, o.scale, index))
 
 
+def fp8_activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
+    """The first product and its activation in FP8."""
+    x, weight = quantize(o.rows, fp8_block(), offsets=o.offsets), quantize(o.gate_up, fp8_block(across=128))
+    a, w = (Codes(t.data, with_strides(t.scale)) for t in (x, weight))
+    bind = partial(products.bind_grouped_gemm_activation, quantized=fp8_block())
+    arguments = a, w, None, o.scale, SWIGLU, keep, options
+    found = _both(bind, o, *arguments, call=lambda rows: (a, w, None, rows, o.scale))
+    got, want = ({name: t.float() if t.itemsize == 1 else t for name, t in each.items()} for each in found)
+    return got, want
+
+
 def derivative_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     """The gradient of the first product's result."""
     bind, dy, w, p, index = products.bind_grouped_gemm_activation_backward, o.dy, o.down, o.grads, o.token_of_row
@@ -253,6 +265,64 @@ def gather(o: Operands, options: KernelOptions, index: torch.dtype = torch.int64
     return got, want
 
 
+def gather_of_codes(
+    o: Operands, options: KernelOptions, index: torch.dtype | None = torch.int64
+) -> tuple[Values, Values]:
+    """The codes and scales of the tokens of all ranks; without an index, those of the first rank alone."""
+    rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
+    of_tokens = quantize(o.x[: RANKS * rows], fp8_block())
+    codes, scales = of_tokens.data.view(RANKS, rows, -1), with_strides(of_tokens.scale).view(RANKS, rows, -1)
+    ids = torch.zeros(RANKS, rows, chosen, dtype=index or torch.int32, device=o.x.device)
+    if index is not None:
+        ids = (o.row_of_slot[: RANKS * rows] % (RANKS * HERE + 2) - 1).to(index).view(ids.shape)
+    weights = o.scale[: ids.numel()].view(ids.shape)
+    sizes = [] if index is None else [4 * ids[0].numel(), 4 * ids[0].numel()]
+    width = exchange_functions.packed_width(codes[0], scales[0])
+    regions, places = _regions(o, [*sizes, rows * width])
+    of_ranks = [(ids[r], weights[r]) if index is not None else (None, None) for r in range(RANKS)]
+    send = exchange_functions.bind_send(codes[0], *of_ranks[0], RANKS, rows, HERE, scales[0])
+    pull = exchange_functions.bind_pull(codes[0], RANKS * rows, chosen, HERE, places[-1], FEW_SMS)
+    for _ in range(1 if index is None else 2):  # see `gather`
+        sent = [send(region, codes[r], *of_ranks[r], scales[r]) for r, region in enumerate(regions)]
+    got, want = {}, {}
+    for r, (region, (every, of_rank, _)) in enumerate(zip(regions, sent, strict=True)):
+        here = torch.zeros_like(ids, dtype=torch.int32).view(-1, chosen) if of_rank is None else of_rank
+        pull(region, every, here)
+        there = ((here >= 0) & (here < HERE)).any(1)
+        there[r * rows : (r + 1) * rows] = True
+        found = exchange_functions.unpack(every, codes[0], scales[0])
+        for name, mine, whole in zip(("codes", "scales"), found, (of_tokens.data, of_tokens.scale), strict=True):
+            got[f"{name} {r}"], want[f"{name} {r}"] = mine[there].float(), whole[there].float()
+    for values in (got, want):  # scales are small
+        values |= {name: 1024 * value for name, value in values.items()}
+    return got, want
+
+
+def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """Codes and scales of tokens in the rows of their slots: of all ranks at once, and of one after the other; and the
+    values of the tokens.
+    """
+    tokens = len(o.row_of_slot) // RANKS * RANKS
+    slots, of_tokens, count = o.row_of_slot[:tokens], quantize(o.x[:tokens], fp8_block()), len(o.token_of_row)
+    codes, scale = of_tokens.data, of_tokens.scale.contiguous()
+    scatter = exchange_functions.bind_scatter(codes, scale, slots, 1, RANKS, count)
+    arrived, words = (torch.zeros(RANKS, 1, dtype=torch.int32, device=o.x.device) for _ in range(2))
+    once, rows = scatter(codes, scale, slots), scatter(codes, scale, slots, None, arrived)
+    scatter(codes, scale, slots, rows, arrived, words)
+    there = o.token_of_row < tokens
+    there[int(o.offsets[-1]) :] = False
+    tokens_there = o.token_of_row[there]
+    values = format_functions.bind_dequantize(codes, scale, of_tokens.format)(codes, scale)
+    got = {"words": words, "values": values}
+    want = {"words": torch.zeros_like(words), "values": of_tokens.dequantize()}
+    want["words"][1:] = exchange_functions.SCATTER_ARRIVALS
+    for name, part, given in (("codes", 0, codes), ("scales", 1, scale)):
+        for way, found in (("at once", once), ("by ranks", rows)):
+            got[f"{name} {way}"] = 1024 * found[part][there].float()  # scales are small
+            want[f"{name} {way}"] = 1024 * given.float()[tokens_there]
+    return got, want
+
+
 def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[Values, Values]:
     """The sums over ranks of sums over slots; ``valued``: with a value per slot."""
     rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
@@ -288,8 +358,14 @@ DIRECT = (
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
     Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
+    Direct("FP8 activation of ranges", fp8_activation_of_ranges),
+    Direct("FP8 activation of ranges, without preactivation", partial(fp8_activation_of_ranges, keep=False)),
+    Direct("codes in the order of experts", scattered),
     Direct("gather", gather),
     Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),
+    Direct("gather of codes", gather_of_codes),
+    Direct("gather of codes, 32-bit ids", partial(gather_of_codes, index=torch.int32)),
+    Direct("gather of codes alone", partial(gather_of_codes, index=None)),
     Direct("return", returned),
     Direct("return without values", partial(returned, valued=False)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),

@@ -97,7 +97,8 @@ class Pending:
 
     def follow(self, words: Tensor) -> None:
         """Let the next kernel of the current stream, which may begin beside the last one, follow the rows of the last
-        result. If ``arrivals`` is not 0, this is called in place of `wait` of that result.
+        result, and their scales if rows travel as codes. If ``arrivals`` is not 0, this is called in place of `wait` of
+        these results.
 
         ``words`` is a matrix (P, W) int32, with a line per step: step s is rank ``this rank + s``. The last element of
         line s, of s > 0, grows by `arrivals` when the rows of its rank are there.

@@ -10,7 +10,8 @@ no barrier and no second stream: all work is on the stream of the layer, and a C
   launches both, on the region of `Symmetric.channel`.
 
 What these kernels do not take, such as rows in fp32, is copied by torch, with the same words and at the same places in
-the regions (`Signal`). So ranks need not agree on the kernels.
+the regions (`Signal`). So ranks need not agree on the kernels. FP8 codes and their scales travel in one row, by kernels
+and by torch (`functions.pack`).
 
 CUDA graphs have a region of their own, since a replay and an eager call may be on different streams.
 
@@ -104,38 +105,53 @@ class Symmetric(Engine):
     def start_gather_of_tokens(
         self, tokens: Sequence[Tensor], index: Tensor, weight: Tensor, rows: int, experts: int
     ) -> Pending:
-        if len(tokens) > 1:
+        scaled = functions.packs(tokens)
+        if len(tokens) > 1 and not scaled:
             return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
-        (x,) = tokens
-        key = x.dtype, x.shape[1:], index.dtype, weight.dtype, index.shape[1], rows, experts
+        *scale, x = tokens
+        shapes = [(t.dtype, t.shape[1:]) for t in tokens]
+        key = *shapes, index.dtype, weight.dtype, index.shape[1], rows, experts
         gather = self._gathers.get(key)
         if gather is None:
-            gather = self._gathers[key] = _Gather.of_tokens(self, x, index, weight, rows, experts)
+            gather = self._gathers[key] = _Gather.of_tokens(self, x, index, weight, rows, experts, *scale)
         if gather.send is None or not functions.aligned(x):
             return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
         channel = self.channel(gather.nbytes, x.device)
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
-        every, ids, weights = gather.send(channel.region, x, index.contiguous(), weight.contiguous())
-        return _Pulled(self, gather, channel, [ids, weights, every], ids)
+        every, ids, weights = gather.send(channel.region, x, index.contiguous(), weight.contiguous(), *scale)
+        results = _parts(every, tokens)
+        return _Pulled(self, gather, channel, [ids, weights, *results], every, len(results), ids)
 
     def start_gather(self, tensors: Sequence[Tensor], rows: int, wanted: Wanted | None = None) -> Pending:
-        last = tensors[-1]
-        if len(tensors) == 1 and wanted is not None:
-            key = last.dtype, last.shape[1:], rows, wanted.ids.shape[1], wanted.experts
+        first, pair = tensors[:-2], tensors[-2:]
+        scaled = functions.packs(pair)
+        last, scale = tensors[-1], [pair[0]] if scaled else []
+        if len(tensors) == 1 + len(scale) and wanted is not None:
+            key = *[(t.dtype, t.shape[1:]) for t in tensors], rows, wanted.ids.shape[1], wanted.experts
             gather = self._gathers.get(key)
             if gather is None:
-                gather = self._gathers[key] = _Gather.of_rows(self, last, rows, wanted)
+                gather = self._gathers[key] = _Gather.of_rows(self, last, rows, wanted, *scale)
             if gather.send is not None and functions.aligned(last):
                 channel = self.channel(gather.nbytes, last.device)
-                every, *_ = gather.send(channel.region, last)
-                return _Pulled(self, gather, channel, [every], wanted.ids)
+                every, *_ = gather.send(channel.region, last, None, None, *scale)
+                results = _parts(every, tensors)
+                return _Pulled(self, gather, channel, results, every, len(results), wanted.ids)
+        if scaled:
+            *arrived, packed = self._copied([*first, functions.pack(last, pair[0])], rows)
+            results = [*arrived, *_parts(packed, pair)]
+        else:
+            results = self._copied(tensors, rows)
+        return Pending(results, [nothing] * len(results))
+
+    def _copied(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """Return the rows of all ranks, which torch copies."""
         shapes = [t.shape[1:] for t in tensors]
         places, nbytes = functions.places([rows * t.shape[1:].numel() * t.itemsize for t in tensors])
         results = [t.new_empty(self.ranks * rows, *shape) for t, shape in zip(tensors, shapes, strict=True)]
         if not sum(t.nbytes for t in results):
-            return Pending(results, [nothing] * len(results))
-        channel = self.channel(nbytes, last.device)
+            return results
+        channel = self.channel(nbytes, tensors[0].device)
         self._signal(channel, BEGIN)
         of_ranks = [
             [channel.buffer.of_rank(r, place, (rows, *shape), t.dtype) for r in range(self.ranks)]
@@ -149,7 +165,7 @@ class Symmetric(Engine):
             for rank in self._others():
                 result[rank * rows : (rank + 1) * rows].copy_(there[rank])
         self._signal(channel, END)
-        return Pending(results, [nothing] * len(results))
+        return results
 
     # ---- return
 
@@ -279,25 +295,44 @@ class _Gather(NamedTuple):
     pull: Callable[..., Any] | None = None
 
     @classmethod
-    def of_tokens(cls, engine: Symmetric, x: Tensor, index: Tensor, weight: Tensor, rows: int, experts: int) -> _Gather:
+    def of_tokens(
+        cls, engine: Symmetric, x: Tensor, index: Tensor, weight: Tensor, rows: int, experts: int, *scale: Tensor
+    ) -> _Gather:
         chosen = index.shape[1]
-        if not rows or functions.why_not(x, engine.ranks, chosen, weight.dtype):
+        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen, weight.dtype):
             return cls()
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
-        sizes = [4 * rows * chosen, weight.itemsize * rows * chosen, x.itemsize * rows * x.shape[1]]
+        sizes = [4 * rows * chosen, weight.itemsize * rows * chosen, rows * _row_bytes(x, *scale)]
         places, nbytes = functions.places(sizes)
-        send = functions.bind_send(x, index, weight, engine.ranks, rows, experts)
+        send = functions.bind_send(x, index, weight, engine.ranks, rows, experts, *scale)
         return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
 
     @classmethod
-    def of_rows(cls, engine: Symmetric, x: Tensor, rows: int, wanted: Wanted) -> _Gather:
+    def of_rows(cls, engine: Symmetric, x: Tensor, rows: int, wanted: Wanted, *scale: Tensor) -> _Gather:
         chosen, experts = wanted.ids.shape[1], wanted.experts
-        if not rows or functions.why_not(x, engine.ranks, chosen):
+        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen):
             return cls()
-        places, nbytes = functions.places([x.itemsize * rows * x.shape[1]])
-        send = functions.bind_send(x, None, None, engine.ranks, rows, experts)
+        places, nbytes = functions.places([rows * _row_bytes(x, *scale)])
+        send = functions.bind_send(x, None, None, engine.ranks, rows, experts, *scale)
         return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
+
+
+def _as_copied(x: Tensor, *scale: Tensor) -> Tensor:
+    """Return rows of the dtype and width that the kernels copy: codes with scales travel in pairs."""
+    return x.new_empty(0, x.shape[1] // 2, dtype=torch.bfloat16) if scale else x
+
+
+def _row_bytes(x: Tensor, *scale: Tensor) -> int:
+    return functions.packed_width(x, *scale) if scale else x.itemsize * x.shape[1]
+
+
+def _parts(every: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gathered rows of each of these tensors: of a matrix of rows, or of packed rows."""
+    if len(tensors) == 1:
+        return [every]
+    scale, codes = tensors
+    return [*reversed(functions.unpack(every, codes, scale))]
 
 
 class _Sums(NamedTuple):
@@ -335,25 +370,28 @@ class _Sums(NamedTuple):
 
 
 class _Pulled(Pending):
-    """A gather that `Send` has begun, and `Pull` ends. Only the last result may be incomplete.
+    """A gather that `Send` has begun, and `Pull` ends.
 
+    - ``rows``: the rows that `Pull` copies. The last ``parts`` results are parts of them, and may be incomplete.
     - ``ids``: see `Wanted`.
     """
 
     arrivals = PULL_SMS * COPY_WARPS
 
     def __init__(
-        self, engine: Symmetric, gather: _Gather, channel: Channel, results: list[Tensor], ids: Tensor
-    ) -> None:
-        super().__init__(results, [*[nothing] * (len(results) - 1), self._pull])
+        self, engine: Symmetric, gather: _Gather, channel: Channel, results: list[Tensor], rows: Tensor, parts: int,
+        ids: Tensor,
+    ) -> None:  # fmt: skip
+        super().__init__(results, [*[nothing] * (len(results) - parts), *[self._pull] * parts])
         self._engine, engine._unfinished = engine, self
-        self._bound_pull, self._region, self._ids = gather.pull, channel.region, ids
+        self._bound_pull, self._region, self._rows, self._ids = gather.pull, channel.region, rows, ids
         self._words: Tensor | None = None
 
     def _pull(self) -> None:
-        self._engine._unfinished = None
-        assert self._bound_pull is not None
-        self._bound_pull(self._region, self._results[-1], self._ids, self._words)
+        pull, self._bound_pull = self._bound_pull, None
+        if pull is not None:  # else another part was waited for
+            self._engine._unfinished = None
+            pull(self._region, self._rows, self._ids, self._words)
 
     def follow(self, words: Tensor) -> None:
         self._words = words

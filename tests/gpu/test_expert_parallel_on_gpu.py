@@ -19,6 +19,7 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.builtin_rules.exchange import beside
 from fusedmoe.expert_parallel.engine import Wanted
+from fusedmoe.expert_parallel.wire import packed
 from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, END, TELL
 
 pytestmark = needs_gpu
@@ -54,11 +55,11 @@ def on_device(rank, quick=False):
 _made = {}
 
 
-def exchange(engine, most=MOST):
-    """One object per engine, as a model has."""
-    key = engine, most
+def exchange(engine, most=MOST, wire=None):
+    """One object per engine and ``dispatch_dtype``, as a model has."""
+    key = engine, most, wire
     if key not in _made:
-        _made[key] = fm.ExpertParallel(engine=engine, max_tokens=most, timeout_s=60)
+        _made[key] = fm.ExpertParallel(engine=engine, max_tokens=most, timeout_s=60, dispatch_dtype=wire)
     return _made[key]
 
 
@@ -220,16 +221,18 @@ def test_ranks_with_different_steps(ranks):
     ranks.run(mixed)
 
 
-def with_engines(rank, tokens, chosen, quick, recipe="bf16"):
-    """A layer on all ranks, by both engines, with and without overlaps."""
+def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None):
+    """A layer on all ranks, by both engines, with and without overlaps; ``wire``: the ``dispatch_dtype``."""
     on_device(rank, quick)
     x, grad = data(tokens[rank], rank)
     overlaps, others = (OVERLAPS, OTHERS) if recipe == "bf16" else (FP8_OVERLAPS, FP8_OTHERS)
+    if wire is not None:
+        overlaps = (*overlaps, hopper_ranks.ARRIVING_CODES, hopper_ranks.GRADIENTS_AS_CODES)
     found = {}
     for engine in ("allgather", "symmetric"):
         for disabled in (overlaps, others):
             with fm.disabled(*disabled), fm.recipe(recipe):
-                made = layer(exchange(engine), rank, chosen=chosen)
+                made = layer(exchange(engine, wire=wire), rank, chosen=chosen)
                 found[engine, disabled] = results(made, x, grad)
                 used = {step.rule for step in made.explain(x).steps}
     for got in found.values():
@@ -243,6 +246,41 @@ def test_layers_in_fp8_have_the_bits_of_allgather(ranks, tokens):
     ranks.run(with_engines, TOKENS[tokens], CHOSEN, False, "fp8_block")
 
 
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_layers_whose_tokens_travel_as_codes_have_the_bits_of_separate_steps(ranks, tokens, quick):
+    ranks.run(with_engines, TOKENS[tokens], CHOSEN, quick, "fp8_block", torch.float8_e4m3fn)
+
+
+def single_exchanges_of_codes(rank):
+    """Gathers of codes and scales, by the kernels and by copies, with delays of each rank."""
+    on_device(rank)
+    engine, others, size = exchange("symmetric").engine, exchange("allgather").engine, dist.get_world_size()
+    generator, delays = torch.Generator("cuda").manual_seed(rank), torch.Generator().manual_seed(rank)
+    here = EXPERTS // size
+    for step in range(40):
+        rows, width, chosen = (8, 300, 1000, 37)[step % 4], (64, 2048, 5120, 24)[step % 4], (2, 4, 8, 6)[step % 4]
+        count = (rows, rows - 3, 0 if rank == 1 else rows)[step % 3]
+        tokens = packed(torch.randn(count, width, device="cuda", generator=generator).to(BF16), torch.float8_e4m3fn)
+        index = torch.randint(-1, EXPERTS + 1, (count, chosen), device="cuda", generator=generator)
+        weight = torch.rand(count, chosen, device="cuda", generator=generator)
+        delay(delays)
+        got = engine.start_gather_of_tokens(tokens, index, weight, rows, here).wait_all()
+        delay(delays)
+        gradients = engine.gather(tokens, rows, Wanted(got[0], here))
+        want = others.start_gather_of_tokens(tokens, index, weight, rows, here).wait_all()
+        for r, n in enumerate(_counts(count)):
+            there = slice(r * rows, r * rows + n)
+            wanted = ((want[0][there] >= 0) & (want[0][there] < here)).any(1)
+            for of_rows in (got[2:], gradients):
+                for a, b in zip(of_rows, want[2:], strict=True):
+                    assert torch.equal(a[there][wanted].float(), b[there][wanted].float())
+
+
+def test_exchanges_of_codes_are_those_of_allgather(ranks):
+    ranks.run(single_exchanges_of_codes)
+
+
 def test_four_ranks(tmp_path):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(tmp_path, 4)
@@ -251,6 +289,7 @@ def test_four_ranks(tmp_path):
         for chosen, quick in ((2, False), (4, False), (8, False), (4, True)):
             started.run(with_engines, (MOST, 1733, 0, 900), chosen, quick)
         started.run(with_engines, (MOST, 1733, 0, 900), 8, False, "fp8_block")
+        started.run(with_engines, (MOST, 1733, 0, 900), 8, False, "fp8_block", torch.float8_e4m3fn)
     finally:
         started.stop()
 
@@ -414,10 +453,10 @@ def delay(generator):
         torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=generator)))
 
 
-def delayed(rank, engine, recipe):
+def delayed(rank, engine, recipe, wire=None):
     """Steps with random delays of each rank, and buffers that are poisoned before each use."""
     on_device(rank)
-    ep, delays = exchange(engine), torch.Generator().manual_seed(rank)
+    ep, delays = exchange(engine, wire=wire), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
         with poisoned_regions(rank, ep) if engine == "symmetric" else nullcontext():
@@ -427,10 +466,10 @@ def delayed(rank, engine, recipe):
     assert want[0].any()
 
 
-def delayed_replays(rank, recipe):
+def delayed_replays(rank, recipe, wire=None):
     """The same as replays of a CUDA graph: the host only starts them, so that many follow each other closely."""
     on_device(rank)
-    ep, delays = exchange("symmetric"), torch.Generator().manual_seed(rank)
+    ep, delays = exchange("symmetric", wire=wire), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
         graph = torch.cuda.CUDAGraph()
@@ -459,6 +498,11 @@ def test_delays_and_poisoned_buffers(ranks, engine, recipe):
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
 def test_replays_with_delays_and_poisoned_buffers(ranks, recipe):
     ranks.run(delayed_replays, recipe)
+
+
+def test_codes_with_delays_and_poisoned_buffers(ranks):
+    ranks.run(delayed, "symmetric", "fp8_block", torch.float8_e4m3fn)
+    ranks.run(delayed_replays, "fp8_block", torch.float8_e4m3fn)
 
 
 # ---- a rank that is gone -------------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def test_transposed_codes(shape):
     check_transposed_codes(shape)
 
 
-@pytest.mark.parametrize("which", ["mxfp8", "mxfp8 e5m2", "nvfp4 rotated", "tensor e5m2"])
+@pytest.mark.parametrize("which", ["mxfp8", "mxfp8 e5m2", "nvfp4 rotated", "tensor e5m2", "block", "block fp32"])
 def test_dequantized_rows(which):
     offsets = offsets_of([33, 0, 31, 1, 20])
     for x in (ordinary(100, 144), values(100, 144, seed=3)):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from kit.slots import routed as routed_slots
 
 import fusedmoe as fm
 from fusedmoe.fusion.search import planner
+from fusedmoe.kernels.exchange import functions
 from fusedmoe.kernels.options import DEFAULT
-from fusedmoe.kernels.rows.move.slot_functions import bind_sum_slots
+from fusedmoe.kernels.rows.move import functions as row_functions
+from fusedmoe.kernels.rows.move.slot_functions import bind_route, bind_sum_slots
 from fusedmoe.kernels.sm90 import launch, products
 from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.numerics.activations import Activation
@@ -102,6 +105,67 @@ def test_products_by_ranges(gather, waits):
             assert a[: offsets[-1]].float().norm() > 0
             assert not a.isnan().any()
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=needs_gpu)])
+def test_codes_that_arrive_beside_a_product(waits):
+    """Codes of tokens are copied to the rows of their slots, and a product in FP8 follows the rows of each rank.
+    ``waits``: another stream writes the tokens of one rank after the other, and adds to the word of each.
+    """
+    torch.manual_seed(0)
+    tokens, chosen, experts, arrivals = (4200 if waits else 300), 2, 3, 2
+    ids = torch.randint(-1, experts, (tokens, chosen)).to(DEVICE)
+    routing = torch.rand(tokens, chosen).to(DEVICE)
+    _, _, row_of_slot, _, token_of_row, offsets = bind_route(ids, routing, experts)(ids, routing)
+    row_of_slot = row_of_slot.view(tokens, chosen)
+    x, gate_up = torch.randn(tokens, 144).to(DEVICE, BF16), torch.randn(experts, 256, 144).to(DEVICE, BF16)
+    of_tokens, of_weight = quantize(x, fp8_block()), quantize(gate_up, fp8_block(across=128))
+    codes, scale = of_tokens.data, of_tokens.scale.contiguous()
+    weight = Codes(of_weight.data, products.with_strides(of_weight.scale))
+    rows = len(token_of_row)
+    scatter = functions.bind_scatter(codes, scale, row_of_slot, RANK, RANKS, rows)
+    with nan_in_new_tensors():
+        once = Codes(*scatter(codes, scale, row_of_slot))
+    for part, given in zip(once, (codes, scale), strict=True):
+        ends = int(offsets[-1])
+        assert torch.equal(part[:ends].float(), given.float()[token_of_row[:ends]])
+    bind = partial(products.bind_grouped_gemm_activation, quantized=fp8_block())
+    settings = weight, None, None, SWIGLU, True
+    want = bind(once, *settings, DEFAULT)(once, weight, None, offsets, None)
+    # SMs for `Scatter`, and for the stream that writes
+    product = bind(once, *settings, replace(DEFAULT, sm_margin=functions.SCATTER_SMS + 4), ranges=True)
+    ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens)
+    each = tokens // RANKS
+    of_others = [slice(r * each, (r + 1) * each) for r in ((RANK + step) % RANKS for step in range(1, RANKS))]
+    for _ in range(5 if waits else 1):
+        late = codes.clone(), scale.clone()
+        if waits:
+            for there in of_others:
+                late[0].view(torch.uint8)[there], late[1][there] = 0x7F, torch.nan
+        arrived = torch.full((RANKS, 1), -arrivals if waits else 0, dtype=torch.int32, device=DEVICE)
+        blocks = ranges(offsets, token_of_row, functions.SCATTER_ARRIVALS)
+        words = blocks.view(RANKS, -1)
+        with nan_in_new_tensors():
+            found = scatter(*late, row_of_slot, None, arrived)
+            if waits:
+                side = torch.cuda.Stream()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for step, there in enumerate(of_others, 1):
+                        torch.cuda._sleep(2_000_000)
+                        late[0].view(torch.uint8)[there] = codes.view(torch.uint8)[there]
+                        arrived[step] += 1
+                        late[1][there] = scale[there]
+                        arrived[step] += 1
+        # without a launch between both
+        scatter(*late, row_of_slot, found, arrived, words)
+        got = product(Codes(*found), weight, None, [Part(blocks, beside=True)], None)
+        if waits:
+            torch.cuda.current_stream().wait_stream(side)
+        assert not words[1:, -1].any()
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.float(), b.float())
+            assert b.float().norm() > 0
 
 
 @needs_gpu

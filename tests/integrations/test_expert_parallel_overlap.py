@@ -7,7 +7,7 @@ import torch
 from kit import hopper_ranks as hopper
 from kit.compare import pairwise
 from kit.expert_parallel_ranks import alone, on_each
-from kit.hopper_ranks import FP8_OTHERS, FP8_OVERLAPS, MOST, OTHERS, OVERLAPS
+from kit.hopper_ranks import ARRIVING_CODES, FP8_OTHERS, FP8_OVERLAPS, GRADIENTS_AS_CODES, MOST, OTHERS, OVERLAPS
 
 import fusedmoe as fm
 
@@ -41,12 +41,12 @@ def compare(
     count, sizes = tokens[ep.rank], (128, 128) if fp8 else ()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
-        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS):
+        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, GRADIENTS_AS_CODES):
             expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training)
         other = ep
         if symmetric is not None:
             stack.enter_context(hopper.on_cpus(*symmetric))
-            other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST)
+            other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST, dispatch_dtype=ep.dispatch_dtype)
         stack.enter_context(fm.disabled(*disabled[ep.rank]))
         for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
             kernels.calls.clear()
@@ -158,7 +158,7 @@ def test_what_the_rules_decline(hopper_ranks, settings, reason, rules, more):
     expected = OVERLAPS.keys() if rules is None else rules
     for used, found in hopper_ranks.run(declined, 2, settings, reason, rules, **more)[:2]:
         assert used == OVERLAPS.keys() - expected
-        assert found == expected
+        assert found - {GRADIENTS_AS_CODES} == expected
 
 
 @pytest.mark.parametrize(("size", "tokens", "options"), [
@@ -173,3 +173,50 @@ def test_results_in_fp8_have_the_bits_of_separate_steps(hopper_ranks, folder, si
     for used, launched, _ in found[:size]:
         assert used == {*FP8_OVERLAPS} if options.get("training", True) else {"sm90.fp8_gemm_of_leaving_rows"}
         assert launched == (0 if options.get("quick") else 1)
+
+
+CODES = MOST_TOKENS | {"dispatch_dtype": torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize(("size", "tokens", "options"), [
+    (2, UNEVEN, {}), (4, (50, 37, 0, 44), {"training": False}), (2, (0, 41), {}), (2, EVEN, {"symmetric": True}),
+    (4, (50, 37, 0, 44), {"symmetric": True}), (2, UNEVEN, {"symmetric": True, "training": False}),
+    (2, UNEVEN, {"symmetric": True, "divided": (1, 0)}), (2, UNEVEN, {"symmetric": True, "quick": True}),
+])  # fmt: skip
+def test_codes_that_arrive_are_the_operand_of_the_product(hopper_ranks, folder, size, tokens, options):
+    """The bits of tokens that are dequantized, and quantized again by separate steps."""
+    if "symmetric" in options:
+        options = options | {"symmetric": (folder,)}
+    found = hopper_ranks.run(compare, size, CODES, tokens, fp8=True, disabled=(FP8_OTHERS,) * 4, **options)
+    backward = {GRADIENTS_AS_CODES, "sm90.fp8_wgrad_beside_exchange"} if options.get("training", True) else set()
+    by_kernels = "symmetric" in options and not options.get("quick")
+    for used, launched, parts in found[:size]:
+        assert used == {ARRIVING_CODES, "sm90.fp8_gemm_of_leaving_rows"} | backward
+        assert launched == (2 if by_kernels else 0 if options.get("quick") else 1)
+        assert (size in parts) is by_kernels
+
+
+@pytest.mark.parametrize("options", [{}, {"symmetric": True}], ids=str)
+def test_gradients_travel_as_codes_under_bf16_too(hopper_ranks, folder, options):
+    options = {"symmetric": (folder,)} if options else {}
+    for used, *_ in hopper_ranks.run(compare, 2, CODES, UNEVEN, disabled=((),) * 4, **options)[:2]:
+        assert GRADIENTS_AS_CODES in used
+
+
+@on_each
+def results_of_wires(ep, folder):
+    """Results of tokens that travel in bf16, and as codes: by allgather, by "symmetric"."""
+    hopper.stand_ins()
+    with fm.recipe("fp8_block"), hopper.on_cpus(folder):
+        made = [
+            fm.ExpertParallel(ep.group, engine, max_tokens=MOST, dispatch_dtype=wire)
+            for engine in ("allgather", "symmetric") for wire in (None, torch.float8_e4m3fn)
+        ]  # fmt: skip
+        layers = [hopper.layer(other, False, 128, 128) for other in made]
+        return [hopper.trained(made, 40 + ep.rank, training=False)["y"] for made in layers]
+
+
+def test_codes_that_travel_give_the_bits_of_tokens_quantized_after_arrival(hopper_ranks, folder):
+    for want, *results in hopper_ranks.run(results_of_wires, 2, MOST_TOKENS, folder)[:2]:
+        assert want.float().norm() > 0
+        assert all(torch.equal(got, want) for got in results)

@@ -14,6 +14,7 @@ from torch import distributed as dist
 import fusedmoe as fm
 from fusedmoe.expert_parallel import auto, symmetric, torch_symmetric
 from fusedmoe.expert_parallel.engine import Wanted, collectives
+from fusedmoe.expert_parallel.wire import packed, unpacked
 from fusedmoe.kernels.exchange import functions
 from fusedmoe.ops.exchange import fixed
 
@@ -74,6 +75,56 @@ def test_exchanges_are_those_of_allgather(hopper_ranks, folder, ranks):
         assert not any(different)
         assert kernels > 0
         assert nbytes > 0
+
+
+@on_each
+def exchanges_of_codes(ep, folder):
+    """Gathers of codes and scales, by the kernels and by copies, of which the ranks take either."""
+    with hopper.on_cpus(folder):
+        made, others, here, rows = symmetric_of(ep, 8), ep.engine, 2, 5
+        engine = made.engine
+        generator = torch.Generator().manual_seed(ep.rank)
+        different, followed, before = [], [], hopper.kernels_ran["send codes"]
+        for step, columns in enumerate((160, 256, 16, 160, 24)):  # codes of 24 columns do not travel in pairs
+            count = (rows, 0, 3)[(step + ep.rank) % 3]
+            x = torch.randn(count, columns, generator=generator).bfloat16()
+            index = torch.randint(-1, ep.ranks * here + 1, (count, 2), generator=generator)
+            weight = torch.rand(count, 2, generator=generator)
+            tokens = packed(x, torch.float8_e4m3fn)
+            assert len(tokens) == 2
+            by_copies = step % 2 and step % 3 == ep.rank
+            with mock.patch.object(functions, "aligned", return_value=False) if by_copies else nullcontext():
+                pending = engine.start_gather_of_tokens(tokens, index, weight, rows, here)
+                if pending.arrivals and step == 0:
+                    words = torch.full((ep.ranks, 3), -pending.arrivals)
+                    pending.follow(words)
+                    followed.append(words[1:, -1].tolist())
+                got = pending.wait_all()
+                gradients = engine.gather(tokens, rows, Wanted(got[0], here))
+                every = engine.gather(tokens, rows)
+            want = others.start_gather_of_tokens(tokens, index, weight, rows, here).wait_all()
+            counts = others.gather([torch.tensor([[count]])], 1)[0].flatten().tolist()
+            assert [t.shape for t in (*got, *gradients, *every)] == [t.shape for t in (*want, *want[2:], *want[2:])]
+            assert [t.dtype for t in got] == [t.dtype for t in want]
+            for r, n in enumerate(counts):
+                there = slice(r * rows, r * rows + n)
+                wanted = ((want[0][there] >= 0) & (want[0][there] < here)).any(1)
+                different.append(not torch.equal(got[1][there], want[1][there]))
+                for of_rows, which in ((got[2:], wanted), (gradients, wanted), (every, slice(None))):
+                    for a, b in zip(of_rows, want[2:], strict=True):
+                        different.append(not torch.equal(a[there][which].float(), b[there][which].float()))
+                values = [unpacked(of[2:], torch.bfloat16)[there][wanted] for of in (got, want)]
+                different.append(not torch.equal(*values))
+        return different, followed, hopper.kernels_ran["send codes"] - before
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_exchanges_of_codes_are_those_of_allgather(hopper_ranks, folder, ranks):
+    for different, followed, kernels in hopper_ranks.run(exchanges_of_codes, ranks, 8, folder)[:ranks]:
+        assert len(different) == 5 * ranks * 8
+        assert not any(different)
+        assert followed == [[0] * (ranks - 1)]
+        assert kernels == 2 * 3  # for each width that they take: tokens and gradients
 
 
 @on_each

@@ -35,11 +35,14 @@ OVERLAPS = {
     "sm90.wgrad_beside_exchange": ("sm90.grouped_dgrad",),
 }
 OTHERS = {other for others in OVERLAPS.values() for other in others}
-# the same under "fp8_block", where no product follows arriving rows
+# the same under "fp8_block", where products follow no arriving rows in bf16
 FP8_OVERLAPS = {
     "sm90.fp8_gemm_of_leaving_rows": ("sm90.fp8_grouped_gemm",),
     "sm90.fp8_wgrad_beside_exchange": ("sm90.fp8_grouped_dgrad",),
 }
+ARRIVING_CODES = "sm90.fp8_gemm_activation_of_arriving_tokens"
+GRADIENTS_AS_CODES = "sm90.gather_gradients_as_codes"
+"""The same, if tokens and gradients travel as FP8 codes."""
 FP8_OTHERS = {other for others in FP8_OVERLAPS.values() for other in others}
 APART = "sm90.activation,sm90.dactivation"
 """Off in the ranks: for so few tokens they cost less too, and round other values."""
@@ -92,7 +95,12 @@ def rules_of(made, count=1, training=True):
     """The rules of a plan that compute while tokens travel."""
     x = torch.zeros(max(count, 1), made.hidden, dtype=BF16, requires_grad=training)
     with torch.set_grad_enabled(training):
-        return {step.rule for step in made.explain(x).steps} & {*OVERLAPS, *FP8_OVERLAPS}
+        return {step.rule for step in made.explain(x).steps} & {
+            *OVERLAPS,
+            *FP8_OVERLAPS,
+            ARRIVING_CODES,
+            GRADIENTS_AS_CODES,
+        }
 
 
 # ---- "symmetric" ----------------------------------------------------------------------------------------------------
@@ -173,17 +181,19 @@ def bind_signal(region):
     return run
 
 
-def bind_send(x, index, weight, ranks, rows, here):
-    kernels_ran["send"] += 1
+def bind_send(x, index, weight, ranks, rows, here, scale=None):
+    kernels_ran["send" if scale is None else "send codes"] += 1
 
-    def run(region, x, index=None, weight=None):
+    def run(region, x, index=None, weight=None, scale=None):
         exchange, rank = Exchange(region), region.rank
+        if scale is not None:
+            x = functions.pack(x, scale)
         chosen = 0 if index is None else index.shape[1]
         sizes = [] if index is None else [4 * rows * chosen, weight.itemsize * rows * chosen]
         *of_ids, at_rows = functions.places([*sizes, 0])[0]
         exchange.begin()
         exchange.at(rank, at_rows, x.shape, x.dtype).copy_(x)
-        out = x.new_full((ranks * rows, x.shape[1]), torch.nan)
+        out = x.new_full((ranks * rows, x.shape[1]), 0xFF if x.dtype is torch.uint8 else torch.nan)
         out[rank * rows :][: len(x)] = x
         if index is None:
             exchange.tell(READY)

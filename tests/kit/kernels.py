@@ -6,6 +6,7 @@ from itertools import product
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.exchange.pull import Pull
 from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.scatter import Scatter
 from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
 from fusedmoe.kernels.exchange.total import Total
@@ -99,6 +100,8 @@ def other_products_of_codes():
             yield RaggedM(operands, CO_256, epilogue=activation("swiglu", keep=True, result=result))
         yield RaggedM(operands, CO_256_ROWS, epilogue=GPT_OSS_BACKWARD)
     yield RaggedM(BlockScaledRows("e5m2"), CO_256_ROWS, epilogue=SWIGLU_BACKWARD)
+    for config, keep in product(CANDIDATES["fp8_activation"], (True, False)):
+        yield RaggedM(BLOCKS, config, epilogue=activation("swiglu", keep=keep, result=RowCodes()), ranges=True)
     some_forms = [forms for forms in product((True, False), repeat=3) if any(forms) and not all(forms)]
     for codes, dtype in (
         *((DerivativeCodes(*forms), "e4m3") for forms in some_forms),
@@ -129,6 +132,7 @@ QUICK_PRODUCTS = (
     *(kernel.symbol for kernel in (
         RaggedM(BlockScaledRows("e5m2"), CO_256, epilogue=PLAIN),
         RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes())),
+        RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes()), ranges=True),
         RaggedM(BLOCKS, CO_256_ROWS, epilogue=derivative_codes("geglu_erf", DerivativeCodes(), row_scale=True)),
         RaggedM(TENSOR, CO_256, epilogue=activation("swiglu", keep=True, result=CodesByExpert())),
         RaggedM(TensorScaled("e5m2"), CO_256_ROWS, epilogue=SWIGLU_BACKWARD),
@@ -145,8 +149,9 @@ QUICK_ROWS = [
     GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32", 8, adds=True, rounds=True), SumSlots("fp16", "bf16", 4),
     RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 2),
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
-    Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Pull("bf16"), Pull("fp16"), Push("bf16"),
-    Push("fp16", "bf16"), Total("bf16"), Total("fp16", "fp16"), Signal(),
+    Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Send("bf16", "int64", scaled=True),
+    Send("bf16", scaled=True), Pull("bf16"), Pull("fp16"), Push("bf16"), Push("fp16", "bf16"), Total("bf16"),
+    Total("fp16", "fp16"), Signal(), Scatter(),
     Choose("topk_softmax", 128, False, None, False, False, 1, False, False, slots=8),
     Choose("sigmoid", 512, True, "fp32", True, True, 3, True, True),
     ChooseBackward("sigmoid", 512, True, (0, 0, 1, 2), of_rows=True, grads="lpz", sums=True),
@@ -163,7 +168,7 @@ QUICK_ROWS = [
     QuantizeFormat("bf16", True, False, True, nvfp4(), True, True, stochastic=True),
     QuantizeFormat("bf16", False, False, False, nvfp4(across=16), True, True),
     Magnitudes("bf16", True, False, True, False, False, True, True),
-    Dequantize("e4m3", "e8m0", 32, 1), DequantizeTransposed("e2m1", "e4m3", 16, 1),
+    Dequantize("e4m3", "e8m0", 32, 1), Dequantize("e4m3", "fp32", 128, 1), DequantizeTransposed("e2m1", "e4m3", 16, 1),
     GatherCodes(), TransposeCodes(), TransposeRows(), UpdateAmaxHistory(),
     QuantizePacked("bf16", False, True, True), QuantizePacked("bf16", True, True, True, True),
     QuantizePackedWeight("bf16", True, True, True), QuantizePackedWeight("fp16", False, True, True),

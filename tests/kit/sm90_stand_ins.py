@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import torch
 
+from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.rows.activation import functions as activation_functions
 from fusedmoe.kernels.rows.move import functions as row_functions
@@ -270,15 +271,17 @@ def bind_grouped_gemm_activation(
         y = _scaled(op_of(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
         return (y, kept) if keep_preactivation else (y,)
 
+    by_rows = offsets, len(_first(weight)), x, None if of_codes else gather, (row_scale,), ranges
+    results = _of_rows("gemm_activation", product, *by_rows)
     if not of_codes:
-        results = _of_rows("gemm_activation", product, offsets, len(weight), x, gather, (row_scale,), ranges)
         return results if keep_preactivation else results[0]
-    y, *kept = product(x, offsets, row_scale)
+    y, *kept = results
     if quantized is not None and quantized.block[1] is None:  # the place of an index is that of the scale
         codes = quantize(y, quantized, -1, offsets=offsets, encode=gather).data
         amax.copy_(quantizers.amax_by_expert(y, offsets))
         return (codes, *kept)
-    written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=offsets)])[0]
+    ends = None if ranges else offsets
+    written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=ends)])[0]
     return (*written, *kept)
 
 
@@ -458,6 +461,26 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=N
 @binds("offsets", "token_of_row", "arrivals", says=())
 def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, *, arrivals=0):
     return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, ROW_TILE)
+
+
+@binds("codes", "scale", "row_of_slot", "out", "arrived", "words", says=("arrived", "words"))
+def bind_scatter(codes, scale, row_of_slot, rank, ranks, num_rows, *, out=None, arrived=None, words=None):
+    each = len(row_of_slot) // ranks
+    steps = range(ranks if arrived is None else 1) if out is None else range(1, ranks)
+    if out is None:
+        nan = torch.full((num_rows, codes.shape[1]), 0xFF, dtype=torch.uint8)
+        out = nan.view(codes.dtype), block_functions.scale_like(scale, num_rows, codes.shape[1]).fill_(torch.nan)
+    for source in [(rank + step) % ranks for step in steps]:
+        for token in range(source * each, (source + 1) * each):
+            for row in row_of_slot[token].tolist():
+                if row < num_rows:
+                    out[0].view(torch.uint8)[row] = codes.view(torch.uint8)[token]
+                    out[1][row] = scale[token]
+    if words is not None:
+        assert (arrived[1:] == 0).all(), "the tokens have not arrived"
+        assert (words[1:, -1] == -exchange_functions.SCATTER_ARRIVALS).all()
+        words[1:, -1] = 0
+    return out
 
 
 @binds("rows", "row_of_slot", "scale", "addend", "into")
@@ -695,7 +718,10 @@ ROUTER = {name: function for name, function in globals().items() if name.startsw
 ROUTER |= {"bind_logits_grad": bind_logits_grad}
 del ROUTER["bind_route"]
 BIND = {name: f for name, f in globals().items() if name.startswith("bind_") and name not in ROUTER}
-MODULES = products, activation_functions, row_functions, slot_functions, block_functions, format_functions
+MODULES = (
+    products, activation_functions, row_functions, slot_functions, block_functions, format_functions,
+    exchange_functions,
+)  # fmt: skip
 PLACES = {name: next(module for module in MODULES if hasattr(module, name)) for name in BIND}  # that define them
 
 

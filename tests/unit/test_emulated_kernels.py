@@ -16,6 +16,7 @@ from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
+from kit.poison import nan_in_new_tensors
 from kit.row_ranges import check_ranges, problem_by_ranges, routed
 from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
@@ -25,7 +26,8 @@ from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.gemm import scheduler
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.kernels.sm90.tiles.choice import CO_256, CO_256_ROWS, CO_256_TALL, PP_128, PP_192, PP_192_TALL
-from fusedmoe.numerics.formats import quantize
+from fusedmoe.numerics.activations import Activation
+from fusedmoe.numerics.formats import fp8_block, quantize
 
 SMALL = {"splits": (130, 0, 61, 1), "tail": 21}
 
@@ -144,6 +146,26 @@ def test_products_of_codes_by_ranges(gpu):
         assert gpu.launches == before + len(parts)
 
 
+@pytest.mark.parametrize("keep", [True, False])
+def test_activations_of_codes_by_ranges(keep):
+    """The same for the first layer in FP8, whose tokens arrive."""
+    *_, offsets, blocks, _, _ = problem_by_ranges(False)
+    count = int(blocks[:, : len(blocks[0]) - 1].max())
+    splits = offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    x, w = rows(splits, count - sum(splits), 144, "e4m3 blocks").given, weights(splits, 256, 144, "e4m3 blocks").given
+    settings = Activation("swiglu"), keep, KernelOptions()
+    bind = functions.bind_grouped_gemm_activation
+    want = bind(x, w, None, None, *settings, quantized=fp8_block())(x, w, None, offsets, None)
+    run = bind(x, w, None, None, *settings, quantized=fp8_block(), ranges=True)
+    for parts in ([Part(blocks[0]), Part(blocks[1:].flatten(), beside=True)], [Part(blocks.flatten(), beside=True)]):
+        with nan_in_new_tensors():
+            got = run(x, w, None, parts, None)
+        assert len(got) == len(want) == 2 + keep
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.float(), b.float())
+    assert want[0].float().norm() > 0
+
+
 def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch):
     """With a kernel that gives up early. Words of ranks whose rows it does not need may be negative."""
     monkeypatch.setattr(scheduler, "MOST_READS", 50)
@@ -224,6 +246,12 @@ def test_square_blocks_and_dequantized_values(which, of_rows):
         quantize_kernels.check_dequantized(quantize(weight, quantize_kernels.WEIGHTS[which], axis))
         t = quantize(x, quantize_kernels.QUANTIZERS[of_rows], axis, offsets=offsets)
         quantize_kernels.check_dequantized(t, transposed=axis == -2)
+
+
+@pytest.mark.parametrize("which", ["block", slow("block fp32")])
+def test_dequantized_blocks_of_rows(which):
+    for rows_of in (quantize_kernels.ordinary, quantize_kernels.values):
+        quantize_kernels.check_dequantized(quantize(rows_of(37, 272), quantize_kernels.QUANTIZERS[which]))
 
 
 @pytest.mark.parametrize("axes", [slow((-1, -2)), (-2,)], ids=str)

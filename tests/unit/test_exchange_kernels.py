@@ -16,7 +16,18 @@ from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.exchange import functions
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, DONE, END, NUMBER, READY, REPORT, TELL
+from fusedmoe.kernels.exchange.layout import (
+    BEGIN,
+    CONTROL_WORDS,
+    COPY_WARPS,
+    DONE,
+    END,
+    NUMBER,
+    READY,
+    REPORT,
+    SCATTER_WARPS,
+    TELL,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 
@@ -24,6 +35,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 SMS = 2
 EXPERTS_HERE = 2
 TWICE = 32 * SMS * COPY_WARPS  # from this row on, a warp copies its second 32 rows
+TWICE_SCATTERED = 32 * SMS * SCATTER_WARPS + 3  # tokens, of which a warp tells 32 at once
 WIDE = 2048 + 8  # columns, of which a warp copies 2,048 at once
 
 
@@ -114,6 +126,117 @@ def test_gather(ranks, rows, chosen, more, number):
         assert memory[NUMBER] == after
         assert memory[DONE : DONE + ranks].tolist() == [after] * ranks
         assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+def coded(rows, columns, blocks, strided, seed):
+    """Codes and scales, stored in either order."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 256, (rows, columns), generator=generator, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.rand(rows, blocks, generator=generator)
+    return codes, scale.T.contiguous().T if strided else scale
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "columns", "blocks", "strided", "with_ids"),
+    [(2, 13, 272, 3, True, True), (3, 9, 128, 1, False, True), (2, 11, 640, 5, True, False),
+     (2, TWICE + 3, 4096 + 16, 33, False, True)],
+    ids=["strided", "three", "rows alone", "many rows, wide"],
+)  # fmt: skip
+def test_gather_of_codes(ranks, rows, columns, blocks, strided, with_ids):
+    """Codes with their scales: both have the bits of their rank, and other memory stays as it is."""
+    chosen = 2
+    counts, _, index, weight = routed(ranks, rows, chosen)
+    given = [coded(counts[r], columns, blocks, strided, r) for r in range(ranks)]
+    width = functions.packed_width(*given[0])
+    assert width % 32 == 0
+    assert 0 <= width - columns - 4 * blocks < 32
+    sizes = [4 * rows * chosen, 4 * rows * chosen] if with_ids else []
+    at, nbytes = functions.places([*sizes, rows * width])
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, nbytes, 6)
+        world.arrived(7)
+        for _ in range(2 if with_ids else 1):
+            sent = []
+            for r, (codes, scale) in enumerate(given):
+                of_ids = (index[r], weight[r]) if with_ids else (None, None)
+                send = functions.bind_send(codes, *of_ids, ranks, rows, EXPERTS_HERE, scale)
+                sent.append(send(world.of[r], codes, *of_ids, scale))
+        for r, (got, ids, _) in enumerate(sent):
+            before = got.clone()
+            if not with_ids:
+                ids = torch.zeros(ranks * rows, chosen, dtype=torch.int32)
+            words = torch.zeros(ranks, 3, dtype=torch.int32)
+            functions.bind_pull(got, ranks * rows, chosen, EXPERTS_HERE, at[-1], SMS)(world.of[r], got, ids, words)
+            assert words[1:, -1].tolist() == [SMS * COPY_WARPS] * (ranks - 1)
+            codes, scale = functions.unpack(got, *given[r])
+            wanted = ((ids >= 0) & (ids < EXPERTS_HERE)).any(1).view(ranks, rows)
+            for q, count in enumerate(counts):
+                there = wanted[q, :count] if q != r else torch.ones(count, dtype=torch.bool)
+                rows_q = slice(q * rows, q * rows + count)
+                assert torch.equal(codes[rows_q].view(torch.uint8)[there], given[q][0].view(torch.uint8)[there])
+                assert torch.equal(scale[rows_q][there], given[q][1][there])
+                assert torch.equal(got[rows_q][~there], before[rows_q][~there])
+                assert there.any()
+
+
+def test_packed_rows():
+    codes, scale = coded(5, 48, 1, False, 0)
+    rows = functions.pack(codes, scale)
+    assert rows.shape == (5, 64)
+    assert torch.equal(rows[:, :48], codes.view(torch.uint8))
+    got_codes, got_scale = functions.unpack(rows, codes, scale)
+    assert torch.equal(got_scale, scale)
+    assert got_codes.dtype is codes.dtype
+    assert torch.equal(got_codes.view(torch.uint8), codes.view(torch.uint8))
+    assert functions.packs([scale, codes])
+    for others in ([codes], [scale, codes[:, :40]], [scale.bfloat16(), codes], [codes, scale], [scale[0], codes]):
+        assert not functions.packs(others)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "each", "chosen", "columns", "packed"),
+    [(2, 13, 2, 272, True), (3, 9, 4, 128, False), (2, TWICE_SCATTERED, 1, 16, True), (2, 11, 9, 4112, True)],
+    ids=["packed", "three ranks", "many tokens", "many slots, wide"],
+)  # fmt: skip
+def test_scatter_of_codes(monkeypatch, ranks, each, chosen, columns, packed):
+    """The rows of all slots, at once, and rank after rank, as they arrive; rows of no slot stay as they are."""
+    monkeypatch.setattr(functions, "SCATTER_SMS", SMS)
+    monkeypatch.setattr(functions, "SCATTER_CTAS", SMS)
+    rank, every, blocks = 1, ranks * each, -(-columns // 128)
+    codes, scale = coded(every, columns, blocks, False, 0)
+    if packed:
+        codes, scale = functions.unpack(functions.pack(codes, scale), codes, scale)
+    generator = torch.Generator().manual_seed(0)
+    room = every * chosen // 2
+    row_of_slot = torch.randperm(every * chosen, generator=generator).clamp(max=room).view(every, chosen)
+    token_of_row = torch.full((room,), -1)
+    for token, rows in enumerate(row_of_slot.tolist()):
+        for row in rows:
+            if row < room:
+                token_of_row[row] = token
+    used = token_of_row >= 0
+    used[-3:] = False
+    row_of_slot[row_of_slot >= room - 3] = room
+    step_of_row = (token_of_row // each - rank) % ranks
+
+    def check(out, rows):
+        for got, want in zip(out, (codes, scale), strict=True):
+            assert got[~rows].float().isnan().all()
+            got, want = (t.view(torch.uint8) if t.itemsize == 1 else t for t in (got, want))
+            assert torch.equal(got[rows], want[token_of_row][rows])
+
+    with emulated(), nan_in_new_tensors():
+        scatter = functions.bind_scatter(codes, scale, row_of_slot, rank, ranks, room)
+        check(scatter(codes, scale, row_of_slot), used)
+        arrived, words = torch.zeros(ranks, 1, dtype=torch.int32), torch.zeros(ranks, 3, dtype=torch.int32)
+        out = scatter(codes, scale, row_of_slot, None, arrived)
+        check(out, used & (step_of_row == 0))
+        assert not words.any()
+        scatter(codes, scale, row_of_slot, out, arrived, words)
+        check(out, used)
+        assert words[1:, -1].tolist() == [SMS * SCATTER_WARPS] * (ranks - 1)
+        assert not words[0].any()
+        assert not words[:, :-1].any()
 
 
 def test_gather_of_rows_alone():

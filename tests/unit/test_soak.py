@@ -20,6 +20,7 @@ from benchmarks.soak.worker import Begins, Item, Repeats, Request, Wrong, nth_ca
 from fusedmoe.kernels.build import compiler, toolkit
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange.layout import SCATTER_WARPS
 from fusedmoe.kernels.sm90 import launch
 
 pytestmark = pytest.mark.usefixtures("builtin_rules")
@@ -81,9 +82,14 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
-@pytest.mark.parametrize("name", ["gather", "gather of 32-bit ids", "return", "return without values"])
+@pytest.mark.parametrize(
+    "name",
+    ["gather", "gather of 32-bit ids", "gather of codes", "gather of codes alone", "codes in the order of experts",
+     "return", "return without values"],
+)  # fmt: skip
 def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
-    for owner, sizes in ((functions, {"SEND_CTAS": 2, "TOTAL_CTAS": 3}), (direct, {"FEW_SMS": 2})):
+    few = {"SEND_CTAS": 2, "TOTAL_CTAS": 3, "SCATTER_CTAS": 4, "SCATTER_SMS": 2, "SCATTER_ARRIVALS": 2 * SCATTER_WARPS}
+    for owner, sizes in ((functions, few), (direct, {"FEW_SMS": 2})):
         for size, value in sizes.items():
             monkeypatch.setattr(owner, size, value)
     (found,) = (subject for subject in DIRECT if subject.name == name)

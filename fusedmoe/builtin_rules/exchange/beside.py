@@ -20,6 +20,7 @@ from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.quantize.block_functions import Form
 from fusedmoe.kernels.sm90.launch import Part
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
@@ -109,6 +110,27 @@ class Ranges:
         yield Part(blocks[:size])
         pending.wait(number)
         yield Part(blocks[size:])
+
+    def scattered(
+        self, offsets: Tensor, token_of_row: Tensor, row_of_slot: Tensor, pending: Pending, number: int,
+        scatter: Callable[..., Form],
+    ) -> tuple[Form, list[Part]]:  # fmt: skip
+        """Return the codes and scales of rows, and all rows as one part, for a product in FP8. If a kernel can follow
+        the rows, other ranks' are still written, rank after rank, and the product waits for each rank's.
+
+        - ``number``: of the result with the scales of tokens. Their codes are the next one, and the last.
+        - ``scatter``: the function of `bind_scatter`.
+        """
+        if not pending.arrivals:
+            scale, codes = pending.wait(number), pending.wait(number + 1)
+            return scatter(codes, scale, row_of_slot), [Part(self._run(offsets, token_of_row, 0))]
+        scale, codes = pending.unfinished(number), pending.unfinished(number + 1)
+        arrived = offsets.new_full((self._ranks, 1), -pending.arrivals)
+        blocks = self._run(offsets, token_of_row, exchange_functions.SCATTER_ARRIVALS)
+        rows = scatter(codes, scale, row_of_slot, None, arrived)
+        pending.follow(arrived)
+        scatter(codes, scale, row_of_slot, rows, arrived, blocks.view(self._ranks, -1))
+        return rows, [Part(blocks, beside=True)]
 
     def leaving(self, offsets: Tensor, token_of_row: Tensor, steps: Sequence[range], beside: bool) -> list[Part]:
         """Return the rows of the ranks of each range of steps, and last this rank's own; step s is rank ``rank - s``.

@@ -4,12 +4,17 @@ Each ``bind_*`` returns the function for tensors of the same shapes, dtypes and 
 bf16 or fp16, (rows, H), with unit stride in H; H and the pitch are multiples of 8, addresses multiples of 16 bytes. All
 other tensors are contiguous. `why_not` and `aligned` check these constraints.
 
-Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, R rows, H columns.
+FP8 codes and their scales travel as one matrix of bytes (rows, W): a row has its H codes, and after them its B scales
+in fp32. W is a multiple of `PACKED_BYTES`. `pack` makes such rows, `unpack` returns both parts, and `packs` tells
+whether two tensors travel so.
+
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, R rows, H columns, B scales
+per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,12 +24,16 @@ from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
 MOST_CHOSEN = 32  # a lane of a warp each
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
+PACKED_BYTES = 32  # of a row with codes and scales, a multiple: GPUs read 32 bytes at once
 SEND_CTAS, TOTAL_CTAS = 128, 1056  # those of `Send` are resident together on every Hopper GPU
+SCATTER_CTAS, SCATTER_SMS = 264, 20  # alone, and beside `Pull`: even numbers
+SCATTER_ARRIVALS = SCATTER_SMS * SCATTER_WARPS  # that a word grows by, beside `Pull`
 
 
 class Region(NamedTuple):
@@ -82,7 +91,46 @@ def why_not(rows: Tensor, ranks: int, chosen: int, weight: torch.dtype = torch.f
 def aligned(rows: Tensor) -> bool:
     """Whether rows (T, H) have the strides and the address that the kernels need."""
     pitch, unit = rows.stride()
-    return unit == 1 and pitch % 8 == 0 and rows.data_ptr() % 16 == 0
+    return unit == 1 and pitch * rows.itemsize % 16 == 0 and rows.data_ptr() % 16 == 0
+
+
+def packs(tensors: Sequence[Tensor]) -> bool:
+    """Whether these tensors are scales (T, B) in fp32 and codes (T, H) that travel in one row. That depends only on
+    dtypes and widths: on all ranks, it is the same.
+    """
+    if len(tensors) != 2 or any(t.dim() != 2 for t in tensors):
+        return False
+    scale, codes = tensors
+    return scale.dtype is torch.float32 and codes.itemsize == 1 and codes.shape[1] % 16 == 0 and scale.shape[1] > 0
+
+
+def packed_width(codes: Tensor, scale: Tensor) -> int:
+    """Return the bytes of a row with codes and scales."""
+    return -(-(codes.shape[1] + 4 * scale.shape[1]) // PACKED_BYTES) * PACKED_BYTES
+
+
+def pack(codes_TH: Tensor, scale_TB: Tensor) -> Tensor:
+    """Return the rows (T, W) uint8 in which codes and scales travel, by torch."""
+    rows = codes_TH.new_empty(codes_TH.shape[0], packed_width(codes_TH, scale_TB), dtype=torch.uint8)
+    for to, given in zip(unpack(rows, codes_TH, scale_TB), (codes_TH, scale_TB), strict=True):
+        to.copy_(given)
+    return rows
+
+
+def unpack(rows_AW: Tensor, like_codes: Tensor, like_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes (A, H) and the scales (A, B) of packed rows: parts of the same memory."""
+    columns, blocks = like_codes.shape[1], like_scale.shape[1]
+    codes = rows_AW[:, :columns].view(like_codes.dtype)
+    return codes, rows_AW[:, columns : columns + 4 * blocks].view(torch.float32)
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """Return rows of bytes as rows of 16 bits, as the kernels copy them."""
+    return rows.view(_in_pairs(rows.dtype))
+
+
+def _in_pairs(dtype: torch.dtype) -> torch.dtype:
+    return torch.bfloat16 if dtype.itemsize == 1 else dtype
 
 
 def bind_signal(region: Region) -> Callable[[Region, int], None]:
@@ -98,44 +146,52 @@ def bind_signal(region: Region) -> Callable[[Region, int], None]:
 
 
 def bind_send(
-    x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, ranks: int, rows: int, here: int
-) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Begin a gather: of ``(region, x, index, weight)``, return ``(rows, index, weight)`` of all ranks.
+    x_TH: Tensor, index_TK: Tensor | None, weight_TK: Tensor | None, ranks: int, rows: int, here: int,
+    scale_TB: Tensor | None = None,
+) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:  # fmt: skip
+    """Begin a gather: of ``(region, x, index, weight, scale)``, return ``(rows, index, weight)`` of all ranks.
 
     ``rows`` (P*N, H) has this rank's rows; `bind_pull` adds those of others. ``index`` (P*N, K) int32 has the experts
     of all ranks' rows, of which those of this rank are 0 to ``here`` - 1, and ``weight`` (P*N, K) their weights.
-    Without an index, both are None.
+    Without an index, both are None. With scales, x has codes of one byte, and ``rows`` (P*N, W) uint8 are those of
+    `pack`.
 
     - ``index_TK``: int32 or int64. An id outside of [0, P * here) is a sentinel, which stays outside of [0, here).
     - ``weight_TK``: fp32, bf16 or fp16. Rows after the T of their rank have any weights.
     - ``ranks``, ``rows``, ``here``: P, N, and the experts of a rank.
+    - ``scale_TB``: fp32, with any strides; see `packs`.
     """
     from fusedmoe.kernels.exchange.send import Send  # deferred: imports the CuTe DSL
 
-    arch, columns, every = kernel_arch(x_TH.device), x_TH.shape[1], ranks * rows
-    dtype, no_ids, no_weight = NAMES[x_TH.dtype], *(unread(x_TH.device, d, 1) for d in (torch.int32, torch.float32))
+    arch, columns, every, scaled = kernel_arch(x_TH.device), x_TH.shape[1], ranks * rows, scale_TB is not None
+    dtype, packed = NAMES[_in_pairs(x_TH.dtype)], torch.uint8 if scaled else x_TH.dtype
+    no_ids, no_weight = (unread(x_TH.device, d, 1) for d in (torch.int32, torch.float32))
+    if scale_TB is not None:
+        columns = packed_width(x_TH, scale_TB)
     if index_TK is None or weight_TK is None:
-        kernel, chosen, of_ids = load(Send(dtype, arch=arch)), 0, []
+        kernel, chosen, of_ids = load(Send(dtype, scaled=scaled, arch=arch)), 0, []
     else:
-        kernel = load(Send(dtype, NAMES[index_TK.dtype], NAMES[weight_TK.dtype], arch=arch))
+        kernel = load(Send(dtype, NAMES[index_TK.dtype], NAMES[weight_TK.dtype], scaled, arch=arch))
         chosen = index_TK.shape[1]
         of_ids = [4 * rows * chosen, weight_TK.itemsize * rows * chosen]
     at = places([*of_ids, 0])[0]
     numbers = rows, chosen, here, *(at if of_ids else (0, 0, *at))
 
     def run(
-        region: Region, x_TH: Tensor, index_TK: Tensor | None = None, weight_TK: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        region: Region, x_TH: Tensor, index_TK: Tensor | None = None, weight_TK: Tensor | None = None,
+        scale_TB: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         peers, control, rank, patience = region
-        out = x_TH.new_empty(every, columns)
+        out = x_TH.new_empty(every, columns, dtype=packed)
+        rows, scale = (_pairs(x_TH), _pairs(out)), no_weight if scale_TB is None else scale_TB
         if index_TK is None or weight_TK is None:
             ids = no_ids, no_weight, no_ids, no_weight
-            kernel(x_TH, out, *ids, peers, control, rank, *numbers, patience, SEND_CTAS)
+            kernel(*rows, *ids, scale, peers, control, rank, *numbers, patience, SEND_CTAS)
             return out, None, None
         index = index_TK.new_empty((every, chosen), dtype=torch.int32)
         weight = weight_TK.new_empty(every, chosen)
         kernel(
-            x_TH, out, index_TK.view(-1), weight_TK.view(-1), index.view(-1), weight.view(-1), peers, control, rank,
+            *rows, index_TK.view(-1), weight_TK.view(-1), index.view(-1), weight.view(-1), scale, peers, control, rank,
             *numbers, patience, SEND_CTAS,
         )  # fmt: skip
         return out, index, weight
@@ -146,27 +202,70 @@ def bind_send(
 def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sms: int) -> Callable[..., None]:
     """End a gather: of ``(region, rows, ids, words)``, read the rows of other ranks that have an expert here.
 
-    ``rows`` (P*N, H) and ``ids`` (P*N, K) int32 are those of `bind_send`. With ``words``, a matrix (P, W) int32 with
-    one line per step, the last element of line s grows by ``sms * COPY_WARPS`` when the rows of rank ``this rank + s``
-    are there; a product may begin beside the kernel.
+    ``rows`` (P*N, H), or packed, and ``ids`` (P*N, K) int32 are those of `bind_send`. With ``words``, a matrix of int32
+    with one line per step, the last element of line s grows by ``sms * COPY_WARPS`` when the rows of rank
+    ``this rank + s`` are there; a product may begin beside the kernel.
 
-    - ``like``: a tensor of the dtype of the rows, on their device.
+    - ``like``: rows of the dtype, on the device.
     - ``every``, ``chosen``, ``here``: P*N, K, and the experts of this rank.
     - ``at_rows``: the first byte of the rows in a region.
     - ``sms``: the SMs of the kernel, an even number.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
 
-    kernel = load(Pull(NAMES[like.dtype], arch=kernel_arch(like.device)))
+    kernel = load(Pull(NAMES[_in_pairs(like.dtype)], arch=kernel_arch(like.device)))
     no_words = unread(like.device, torch.int32, 1)
 
     def run(region: Region, rows_AH: Tensor, ids_AK: Tensor, words: Tensor | None = None) -> None:
         peers, control, rank, patience = region
         pitch = 0 if words is None else words.shape[1]
         kernel(
-            rows_AH, ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
+            _pairs(rows_AH), ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
             every // peers.shape[0], chosen, here, 2 * pitch - 1, pitch, at_rows, patience, sms,
         )  # fmt: skip
+
+    return run
+
+
+def bind_scatter(
+    codes_AH: Tensor, scale_AB: Tensor, row_of_slot_AK: Tensor, rank: int, ranks: int, num_rows: int
+) -> Callable[..., Form]:
+    """Copy codes and scales of the tokens of all ranks to the rows of their slots, for a product in FP8: of
+    ``(codes, scale, row_of_slot, out=None, arrived=None, words=None)``, return codes (R, H) and their scale (R, B),
+    with the strides of `block_functions.scale_like`.
+
+    Without ``arrived``, all tokens are there. With ``arrived`` alone, the rows of this rank's tokens are written. With
+    ``out``, the result of that call, and ``words`` too, those of the other ranks are written beside the kernel of
+    `bind_pull`, to which ``arrived`` (P, 1) int32 was given as ``words``. Here, ``words`` is a matrix of int32 with one
+    line per step: the last element of line s grows by `SCATTER_ARRIVALS` when the rows of rank ``this rank + s`` are
+    written, and a product may begin beside the kernel. Rows that no slot has are not written.
+
+    - ``codes_AH``: one byte each, unit stride in H, the pitch and the address multiples of 16 bytes.
+    - ``scale_AB``: fp32, unit stride in B.
+    - ``row_of_slot_AK``: (P*N, K) int64, R for a sentinel.
+    - ``num_rows``: R.
+    """
+    from fusedmoe.kernels.exchange.scatter import Scatter  # deferred: imports the CuTe DSL
+
+    (every, chosen), columns, device = row_of_slot_AK.shape, codes_AH.shape[1], codes_AH.device
+    kernel, no_words = load(Scatter(arch=kernel_arch(device))), unread(device, torch.int32, 1)
+    each, dtype = every // ranks, codes_AH.dtype
+
+    def run(
+        codes_AH: Tensor, scale_AB: Tensor, row_of_slot_AK: Tensor, out: Form | None = None,
+        arrived: Tensor | None = None, words: Tensor | None = None,
+    ) -> Form:  # fmt: skip
+        steps, ctas, pitch = (0, ranks if arrived is None else 1), SCATTER_CTAS, 0
+        if out is None:
+            out = codes_AH.new_empty(num_rows, columns, dtype=dtype), scale_like(scale_AB, num_rows, columns)
+        elif words is not None:
+            steps, ctas, pitch = (1, ranks), SCATTER_SMS, words.shape[1]
+        kernel(
+            codes_AH.view(torch.uint8), scale_AB, row_of_slot_AK.view(-1), out[0].view(torch.uint8), out[1],
+            no_words if arrived is None else arrived.view(-1), no_words if words is None else words.view(-1), rank,
+            each, chosen, *steps, pitch, ctas,
+        )  # fmt: skip
+        return out
 
     return run
 

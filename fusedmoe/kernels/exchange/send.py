@@ -3,7 +3,10 @@
 With ids, it then waits for the ids and weights of all ranks, which are small, and gathers them: a rank that knows them
 can sort the rows while these travel. All of its CTAs must be resident: they wait for each other's copies.
 
-Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, H columns.
+FP8 codes travel with their scales in one row, as `functions.pack` has them: the bytes of the codes, then the scales. So
+`Pull` copies such rows like all others, and reads no scale of a row that it leaves out.
+
+Axes: P ranks, N rows per rank, T rows of this rank (at most N), K chosen experts per row, H columns, B scales per row.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange.control import current, is_last, tell, wait_for_ranks
@@ -22,49 +25,56 @@ from fusedmoe.kernels.exchange.layout import DONE, READY
 WARPS = 16  # per CTA
 LOADS = 8  # of 16 bytes per lane, at once
 TICKET = 0
+SCALE_ROWS = 8  # of which a warp copies four scales each at once, whichever axis has unit stride
 
 
 @dataclass(frozen=True)
 class Send(WarpKernel):
     """Rows, and optionally ids and weights, to the region of this rank."""
 
-    dtype: str  # of the rows: "bf16" or "fp16"
+    dtype: str  # of the rows: "bf16" or "fp16"; "bf16" also for pairs of codes
     index: str | None = None  # dtype of the ids: "int32" or "int64"; None for rows alone
     weight: str = "fp32"  # dtype of the weights: "fp32", "bf16" or "fp16"
+    scaled: bool = False  # whether the rows are codes, whose scales travel after them
 
     @property
     def symbol(self) -> str:
         ids = "" if self.index is None else f"_{self.index}_{self.weight}"
-        return f"{self.family}_send_{self.dtype}{ids}"
+        return f"{self.family}_send_{'codes' if self.scaled else self.dtype}{ids}"
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of rows (T, H), result (P*N, H), ids (T*K,), weights (T*K,), gathered ids
-        (P*N*K,) int32, gathered weights (P*N*K,), regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32,
-        this rank, N, K, experts of a rank, first bytes of ids, weights and rows in a region, the time-out in
-        nanoseconds, and CTAs.
+        (P*N*K,) int32, gathered weights (P*N*K,), scales (T, B) fp32 with any strides, or a vector if there are none,
+        regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32, this rank, N, K, experts of a rank, first
+        bytes of ids, weights and rows in a region, the time-out in nanoseconds, and CTAs. With scales, the result has
+        more columns than the rows.
         """
         slots, every, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
+        wide, scale = columns, fake_vector("fp32", cute.sym_int())
+        if self.scaled:
+            wide, strides = cute.sym_int(divisibility=VECTOR), (cute.sym_int64(), cute.sym_int64())
+            scale = cute.runtime.make_fake_tensor(Float32, (cute.sym_int(), cute.sym_int()), strides)
         return self.compiled_for(
-            fake_matrix(self.dtype, cute.sym_int(), columns), fake_matrix(self.dtype, cute.sym_int(), columns),
+            fake_matrix(self.dtype, cute.sym_int(), columns), fake_matrix(self.dtype, cute.sym_int(), wide),
             fake_vector(self.index or "int32", slots), fake_vector(self.weight, slots),
-            fake_vector("int32", every), fake_vector(self.weight, every),
+            fake_vector("int32", every), fake_vector(self.weight, every), scale,
             fake_vector("int64", cute.sym_int()), fake_vector("int32", cute.sym_int()),
             *[Int32(0)] * 4, *[Int64(0)] * 4, Int32(1),
         )  # fmt: skip
 
     @cute.jit
     def __call__(
-        self, x, out, index, weight, out_index, out_weight, peers, control,
+        self, x, out, index, weight, out_index, out_weight, scale, peers, control,
         rank, rows, chosen, here, at_index, at_weight, at_rows, patience, ctas, stream,
     ):  # fmt: skip
         self.kernel(
-            x, out, index, weight, out_index, out_weight, peers, control,
+            x, out, index, weight, out_index, out_weight, scale, peers, control,
             rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
         ).launch(grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, x, out, index, weight, out_index, out_weight, peers, control,
+        self, x, out, index, weight, out_index, out_weight, scale, peers, control,
         rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
     ):  # fmt: skip
         cta, _, _ = cute.arch.block_idx()
@@ -91,6 +101,8 @@ class Send(WarpKernel):
                 to_index[slot] = expert
                 out_index[rank * rows * chosen + slot] = expert - rank * here
         self.copy_rows(x, out, own + at_rows, rank * rows, cta * WARPS + warp, ctas * WARPS)
+        if const_expr(self.scaled):
+            self.copy_scales(x, scale, out, own + at_rows, rank * rows, cta * WARPS + warp, ctas * WARPS)
         if is_last(control, TICKET, ctas):
             tell(peers, READY + rank, exchange)
         if const_expr(self.index is not None):
@@ -108,8 +120,9 @@ class Send(WarpKernel):
     def copy_rows(self, x, out, region, first, worker, workers):
         """Copy the rows to the region and to their place in the result."""
         columns = cute.assume(x.shape[1], divby=VECTOR)
+        pitch = cute.assume(out.shape[1], divby=VECTOR) if const_expr(self.scaled) else columns
         pointer = cute.make_ptr(x.element_type, region, cute.AddressSpace.gmem, assumed_align=16)
-        sent = cute.make_tensor(pointer, cute.make_layout((x.shape[0], columns), stride=(columns, 1)))
+        sent = cute.make_tensor(pointer, cute.make_layout((x.shape[0], columns), stride=(pitch, 1)))
         lane, vectors = cute.arch.lane_idx(), columns // VECTOR
         blocks = cute.ceil_div(vectors, LANES * LOADS)
         for unit in cutlass.range(worker, x.shape[0] * blocks, workers, unroll=1):
@@ -125,6 +138,29 @@ class Send(WarpKernel):
                 if vector < vectors:
                     cute.autovec_copy(loaded[i], cute.local_tile(sent[row, None], (VECTOR,), (vector,)))
                     cute.autovec_copy(loaded[i], cute.local_tile(out[first + row, None], (VECTOR,), (vector,)))
+
+    @cute.jit
+    def copy_scales(self, x, scale, out, region, first, worker, workers):
+        """Copy the scales of the rows to their places after the codes."""
+        pitch, blocks = out.shape[1] // 2, scale.shape[1]  # of 32 bits
+        layout = cute.make_layout((x.shape[0], blocks), stride=(pitch, 1))
+        kept = out.iterator.toint() + Int64(first) * Int64(pitch) * 4
+        to_region, to_result = (
+            cute.make_tensor(
+                cute.make_ptr(Float32, rows + Int64(2) * Int64(x.shape[1]), cute.AddressSpace.gmem, assumed_align=4),
+                layout,
+            )
+            for rows in (region, kept)
+        )
+        lane, groups = cute.arch.lane_idx(), cute.ceil_div(blocks, LANES // SCALE_ROWS)
+        for unit in cutlass.range(worker, cute.ceil_div(x.shape[0], SCALE_ROWS) * groups, workers, unroll=1):
+            of_rows = unit // groups
+            row = of_rows * SCALE_ROWS + lane % SCALE_ROWS
+            block = (unit - of_rows * groups) * (LANES // SCALE_ROWS) + lane // SCALE_ROWS
+            if row < x.shape[0] and block < blocks:
+                value = scale[row, block]
+                to_region[row, block] = value
+                to_result[row, block] = value
 
     @cute.jit
     def gather(

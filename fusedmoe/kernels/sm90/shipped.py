@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.kernels.build.kernel import Kernel
 from fusedmoe.kernels.exchange.pull import Pull
 from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.scatter import Scatter
 from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
 from fusedmoe.kernels.exchange.total import Total
@@ -23,6 +24,7 @@ from fusedmoe.kernels.rows.move.slots import SLOTS, GatherRows, RowDots, SlotVal
 from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms
 from fusedmoe.kernels.rows.quantize.amax_history import UpdateAmaxHistory
 from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.rows.quantize.dequantize import Dequantize
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes
 from fusedmoe.kernels.rows.quantize.transpose_codes import TransposeCodes
@@ -187,10 +189,23 @@ def shipped() -> tuple[Kernel, ...]:
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         epilogue = activation("swiglu", keep=keep)
         kernels.append(RaggedM(Plain("bf16"), config, epilogue=epilogue, gather=True, ranges=True))
+    for config, keep in itertools.product(CANDIDATES["fp8_activation"], (True, False)):
+        epilogue = activation("swiglu", keep=keep, result=RowCodes())
+        kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue, ranges=True))
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
-    kernels += [RowRanges(), Signal(), Send("bf16"), Pull("bf16"), Push("bf16"), Push("bf16", "fp32")]
+    kernels += [
+        RowRanges(),
+        Signal(),
+        Scatter(),
+        Dequantize("e4m3", "fp32", 128, 1),
+        Send("bf16"),
+        Pull("bf16"),
+        Push("bf16"),
+        Push("bf16", "fp32"),
+    ]
+    kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
     kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

@@ -205,13 +205,17 @@ class GatherTokens(Op):
         expert_index: Tensor,
         expert_weight: Tensor,
         rank_rows: Tensor | None = None,
+        tokens: Sequence[Tensor] | None = None,
     ) -> Pending:
         """Begin to gather expert ids, in which those of this rank are 0 to E / P - 1, weights, and tokens as `unpacked`
         takes them: the small ones first, so that a fused step can sort the rows while the tokens travel. Then run what
         the layer computes meanwhile: its shared expert.
+
+        - ``tokens``: the result of `packed`, if the caller has it.
         """
         ep = self.expert_parallel
-        tokens = packed(x, ep.dispatch_dtype)
+        if tokens is None:
+            tokens = packed(x, ep.dispatch_dtype)
         ep.compare_experts(x)
         pending = ep.engine.start_gather_of_tokens(
             tokens, expert_index, expert_weight, self._rows(rank_rows), ep.local_experts(self.num_experts)
@@ -348,10 +352,19 @@ class DReturnTokens(BackwardOp):
         gathered = unpacked(self.start(grad_output, gathered_index, rank_experts).wait_all(), grad_output.dtype)
         return gathered if self.op.expert_parallel.combine_dtype is None else exact(gathered)
 
-    def start(self, grad_output: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Pending:
+    def start(
+        self,
+        grad_output: Tensor,
+        gathered_index: Tensor,
+        rank_experts: Tensor,
+        tensors: Sequence[Tensor] | None = None,
+    ) -> Pending:
         """Begin to gather the gradients (T, H) of the tokens that chose an expert of this rank, as `unpacked` takes
         them.
+
+        - ``tensors``: the result of `packed`, if the caller has it.
         """
-        ep = self.op.expert_parallel
-        tensors, wanted = packed(grad_output, ep.dispatch_dtype), Wanted(gathered_index, rank_experts.shape[0])
+        ep, wanted = self.op.expert_parallel, Wanted(gathered_index, rank_experts.shape[0])
+        if tensors is None:
+            tensors = packed(grad_output, ep.dispatch_dtype)
         return ep.engine.start_gather(tensors, gathered_index.shape[0] // ep.ranks, wanted)

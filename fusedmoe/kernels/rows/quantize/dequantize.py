@@ -34,7 +34,7 @@ class _Units(WarpKernel):
     """The values of units."""
 
     element: str  # of the codes: "e4m3", "e5m2" or "e2m1"
-    scale: str  # of the blocks: "e8m0" or "e4m3"; empty for codes without blocks
+    scale: str  # of the blocks: "e8m0", "e4m3" or "fp32"; empty for codes without blocks
     block: int  # codes per block
     across: int  # lines per block
 
@@ -47,15 +47,16 @@ class _Units(WarpKernel):
         return UNIT // 2 if self.element == "e2m1" else UNIT
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of codes (M, L) as bytes, scale (M / across, L / block) as bytes and the
-        results, bf16 (M, L) or (L, M).
+        """Compile without a GPU; a function of codes (M, L) as bytes, scale (M / across, L / block), fp32 or as bytes,
+        and the results, bf16 (M, L) or (L, M).
         """
         codes = cute.runtime.make_fake_tensor(
             cutlass.Uint8, (cute.sym_int(), cute.sym_int(divisibility=self.bytes_of_unit)),
             (cute.sym_int64(divisibility=self.bytes_of_unit), 1), assumed_align=self.bytes_of_unit,
         )  # fmt: skip
+        scale, alignment = (Float32, 4) if self.scale == "fp32" else (cutlass.Uint8, 1)
         scale = cute.runtime.make_fake_tensor(
-            cutlass.Uint8, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1), assumed_align=1
+            scale, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), 1), assumed_align=alignment
         )
         out = cute.runtime.make_fake_tensor(
             BFloat16, (cute.sym_int(), cute.sym_int(divisibility=UNIT)), (cute.sym_int64(divisibility=UNIT), 1),
@@ -78,8 +79,8 @@ class _Units(WarpKernel):
         else:
             found.store(cute.recast_tensor(held, CODES[self.element]).load().to(Float32))
         if const_expr(self.scale != ""):
-            byte = scale[line // self.across, unit * UNIT // self.block]
-            found.store(found.load() * self.factor(byte))
+            given = scale[line // self.across, unit * UNIT // self.block]
+            found.store(found.load() * (given if const_expr(self.scale == "fp32") else self.factor(given)))
         return found
 
     @cute.jit

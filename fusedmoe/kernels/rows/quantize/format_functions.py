@@ -176,6 +176,10 @@ def _tiles(rows: int, offsets_E: Tensor | None, block: int) -> int:
     return -(-padded // TILE)
 
 
+SCALES = {ScaleRule.TWO_LEVEL: "e4m3", ScaleRule.POWER_OF_TWO: "fp32", ScaleRule.FP32: "fp32"}
+"""The dtypes of the scales of blocks; e8m0 by the other rules."""
+
+
 def bind_dequantize(
     codes: Tensor, scale: Tensor | None, format: Format, *, transposed: bool = False
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
@@ -187,15 +191,15 @@ def bind_dequantize(
 
     - ``codes``: (M, L), or (B, M, L) without gaps between the matrices, and not ``transposed``. M and L are multiples
       of 16. The lines begin at multiples of 16 codes.
-    - ``scale``: as of the `QuantizedTensor`; it is not read without blocks. With square blocks, M is a multiple of the
-      block.
+    - ``scale``: as of the `QuantizedTensor`, with unit stride along L; it is not read without blocks. With square
+      blocks, M is a multiple of the block.
     """
     packed = 2 if format.element == E2M1 else 1
     lines, length = codes.shape[-2], codes.shape[-1] * packed
     stack = codes.shape[:-2]
     matrices = stack.numel()
     across, along = format.block
-    of_scale = "" if along is None else "e4m3" if format.rule is ScaleRule.TWO_LEVEL else "e8m0"
+    of_scale = "" if along is None else SCALES.get(format.rule, "e8m0")
     shape = (length, lines) if transposed else (matrices * lines, length)
     no_scale = unread(codes.device, torch.int32, 4).view(torch.uint8)[None]
     kernel = None
@@ -212,7 +216,9 @@ def bind_dequantize(
         out = codes.new_empty(shape, dtype=torch.bfloat16)
         if kernel is not None:
             held = codes.view(torch.uint8)
-            scales = no_scale if scale is None or not of_scale else scale.view(torch.uint8)
+            scales = no_scale if scale is None or not of_scale else scale
+            if of_scale != "fp32":
+                scales = scales.view(torch.uint8)
             kernel(held.flatten(0, -2) if stack else held, scales.flatten(0, -2) if stack else scales, out)
         return out.view(*stack, lines, length) if stack else out
 
