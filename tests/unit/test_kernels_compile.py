@@ -25,7 +25,7 @@ from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
 from fusedmoe.kernels.exchange.total import Total
 from fusedmoe.kernels.rows.activation.kernel import VECTORS, Activate, ActivateBackward
-from fusedmoe.kernels.rows.move import slots, sum_on_few_sms
+from fusedmoe.kernels.rows.move import parts, slots, sum_on_few_sms
 from fusedmoe.kernels.rows.move.offsets import IN_FLIGHT, ColumnSums
 from fusedmoe.kernels.rows.move.parts import SumParts
 from fusedmoe.kernels.rows.move.route import Route
@@ -284,7 +284,7 @@ COUNTS = {
     GatherRows: lambda k: {WIDE: slots.VECTORS, NARROW_STORES: 0},
     RowDots: lambda k: {WIDE: 2 * slots.VECTORS},
     SumOnFewSms: lambda k: {"LDGSTS": k.copies, r"LDGSTS\S*\.128": k.copies, "PREEXIT": 1},
-    SumParts: lambda k: {WIDE: 8},
+    SumParts: lambda k: {WIDE: parts.IN_FLIGHT // k.parts * k.parts},
     # vectors of several rows, or those of one
     Activate: lambda k: {WIDE: (1 + k.gated) * VECTORS, NARROW: VECTORS * bool(k.scale), NARROW_STORES: 0},
     ActivateBackward: lambda k: {WIDE: (2 + k.gated) * VECTORS, NARROW: bool(k.scale), NARROW_STORES: k.sums},
@@ -327,7 +327,7 @@ def test_kernels_of_rows(kernel):
     if isinstance(kernel, (QuantizeRows, QuantizeWeight)):
         assert any(launch.matching("CALL") for launch in launches.values()) is not kernel.power_of_two
     if isinstance(kernel, Route):
-        assert set(launches) == ({"count", "place"} if kernel.chunked else {"place"})
+        assert set(launches) == ({"count", "place"} if kernel.chunked and not kernel.counted else {"place"})
         return
     main = launches["add_slices" if kind is ColumnSums else "kernel"]
     wanted = COUNTS[kind](kernel) if kind in COUNTS else {}
