@@ -29,7 +29,7 @@ VARIANTS = {
     "fusedmoe": (),
     "fusedmoe, fp8_block": ("--recipe", "fp8_block"),
 }
-SHAPE, LAYERS, LENGTH, SEQUENCES, STEPS, EVERY = "qwen3-30b-a3b", 12, 2048, 4, 16, 4
+SIZES = {"shape": "qwen3-30b-a3b", "layers": 12, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
 TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
 TIMEOUT_S = 300
 
@@ -51,11 +51,7 @@ of {length} tokens per rank, {steps} steps.
 
 def settings() -> dict[str, Any]:
     """Return the sizes: those of a GPU, or tiny ones for a CPU."""
-    if not torch.cuda.is_available():
-        return TINY
-    return {
-        "shape": SHAPE, "layers": LAYERS, "length": LENGTH, "sequences": SEQUENCES, "steps": STEPS, "every": EVERY
-    }  # fmt: skip
+    return SIZES if torch.cuda.is_available() else TINY
 
 
 def run(ranks: int, sizes: dict[str, Any], results: Path) -> Path:
@@ -99,7 +95,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def render(measured: Iterable[dict[str, Any]]) -> str:
     """Return the part of docs/benchmarks.md, with a table for each machine that has results."""
-    parts = [SECTION.format(stock=STOCK, every=EVERY)]
+    parts = [SECTION.format(stock=STOCK, every=SIZES["every"])]
     for results in measured:
         done = {name: row for name, row in results["rows"].items() if "note" not in row}
         stock = done[STOCK]["tokens_per_s"] if STOCK in done else None

@@ -7,7 +7,20 @@ import re
 import pytest
 import torch
 from kit import hopper_ranks as hopper
-from kit.expert_parallel_ranks import E, H, bounds, compared, experts, moe, on_each, pair, randn, ranks_of, routes
+from kit.expert_parallel_ranks import (
+    E,
+    H,
+    bounds,
+    compared,
+    experts,
+    moe,
+    on_each,
+    one_expert_often,
+    pair,
+    randn,
+    ranks_of,
+    routes,
+)
 from kit.saved import saved_bytes
 from torch import distributed as dist
 from torch import nn
@@ -122,10 +135,8 @@ def test_micro_batches(four):
 @on_each
 def repeated(ep):
     """Tokens that choose an expert more often than there are rows for."""
-    chosen, before = E // ep.ranks + 1, ep.dropped()
-    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
-    x = torch.ones(64, 4)
-    given = {"expert_index": torch.zeros(64, chosen, dtype=torch.int8), "expert_weight": torch.ones(64, chosen)}
+    before, x = ep.dropped(), torch.ones(64, 4)
+    chain, given, chosen = one_expert_often(ep, x)
     return float(chain(x, **given).sum()) / 4, ep.dropped() - before, 64 * chosen
 
 

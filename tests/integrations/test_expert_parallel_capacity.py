@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kit.expert_parallel_ranks import E, H, bounds, moe, on_each, pair, randn, ranks_of, result
+from kit.expert_parallel_ranks import E, H, bounds, moe, on_each, one_expert_often, pair, randn, ranks_of, result
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
@@ -180,10 +180,8 @@ def test_wrong_settings(settings, message):
 @on_each
 def repeated_experts(ep):
     """Tokens that choose one expert several times may need more rows than the bound."""
-    chosen, before = E // ep.ranks + 1, ep.dropped()
-    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
-    x = torch.randn(64, 4)
-    given = {"expert_index": torch.zeros(64, chosen, dtype=torch.int8), "expert_weight": torch.ones(64, chosen)}
+    before, x = ep.dropped(), torch.randn(64, 4)
+    chain, given, chosen = one_expert_often(ep, x)
     plan = str(chain.explain(x, **given))
     return x, chain(x, **given), chosen, ep.dropped() - before, "overflow='rerun'): HOST SYNC" in plan
 

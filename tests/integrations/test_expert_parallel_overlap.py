@@ -29,13 +29,12 @@ def compare(
     whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block".
     """
     kernels = hopper.stand_ins()
-    from fusedmoe.builtin_rules.exchange import beside
-    from fusedmoe.builtin_rules.exchange import products as exchange_products
+    from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
 
     def given(*args):
         return beside.experts_beside(*args) if divided is None else divided[ep.rank]
 
-    exchange_products.experts_beside = given
+    arriving.experts_beside = leaving.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.LEAST_US = (6.0, 25.0) if quick else (0.0, 0.0)  # a rank runs several tests
     count, sizes = tokens[ep.rank], (128, 128) if fp8 else ()
@@ -126,9 +125,9 @@ def test_the_engine_symmetric_on_four_ranks(hopper_ranks, folder):
 def declined(ep, reason, expected, most_ranks=32):
     """The rules that decline for a reason; the others keep the bits of separate steps."""
     hopper.stand_ins()
-    from fusedmoe.builtin_rules.exchange import products as exchange_products
+    from fusedmoe.builtin_rules.exchange import beside
 
-    before, exchange_products.MOST_RANKS = exchange_products.MOST_RANKS, most_ranks
+    before, beside.MOST_RANKS = beside.MOST_RANKS, most_ranks
     if expected is None:
         ep = alone(max_tokens=MOST)
     made = hopper.layer(ep)
@@ -137,7 +136,7 @@ def declined(ep, reason, expected, most_ranks=32):
     with fm.disabled(*{others[0] for others in OVERLAPS.values()}):
         got = hopper.trained(made, 40)
         plan = made.explain(torch.zeros(40, hopper.HIDDEN, dtype=hopper.BF16, requires_grad=True))
-    exchange_products.MOST_RANKS = before
+    beside.MOST_RANKS = before
     assert all(torch.equal(got[name], value) for name, value in want.items())
     assert got["y"].any()
     return {step.rule for step in plan.steps} & OVERLAPS.keys(), {

@@ -41,6 +41,14 @@ def alone(**settings):
     return fm.ExpertParallel(_single_groups()[dist.get_rank()], **settings)
 
 
+def one_expert_often(ep, x):
+    """A chain whose tokens choose expert 0 more often than a rank has experts, its inputs, and the slots per token."""
+    chosen = E // ep.ranks + 1
+    chain = fm.Sequential(fm.Dispatch(E, expert_parallel=ep), fm.Combine(None, expert_parallel=ep))
+    index, weight = torch.zeros(len(x), chosen, dtype=torch.int8), torch.ones(len(x), chosen)
+    return chain, {"expert_index": index, "expert_weight": weight}, chosen
+
+
 @lru_cache
 def _ranks_of(size, settings):
     return fm.ExpertParallel(_group(size), **dict(settings))

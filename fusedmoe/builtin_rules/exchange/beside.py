@@ -1,4 +1,15 @@
-"""The common parts of the rules of `products.py`: products of ranges of rows, and sums that leave for other ranks.
+"""The common parts of the rules that compute while rows travel between the ranks of `ExpertParallel`: products of
+ranges of rows, and sums that leave for other ranks.
+
+A product then computes the rows in parts, by the ranks of their tokens, in whole tiles: it has the same tiles as
+otherwise, so that the results have the same bits (kernels/rows/move/ranges.py). A step makes the same exchanges as the
+plain steps, in the same order. So it does not matter if the ranks choose different steps.
+
+With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
+SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank. With another engine, the
+product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs to
+the kernels of the exchange, except in the first layer: the expert ids, by which rows are sorted, have arrived, so these
+kernels have their SMs.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """
@@ -16,13 +27,17 @@ from torch import Tensor
 from fusedmoe.base.lasting import lasting
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.engine import Pending
+from fusedmoe.fusion.language.rule import NothingToDo, require
 from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
+from fusedmoe.kernels.rows.move.functions import MOST_RANKS
 from fusedmoe.kernels.rows.quantize.block_functions import Form
 from fusedmoe.kernels.sm90.launch import Part
-from fusedmoe.ops.exchange.fixed import sum_over_ranks
+from fusedmoe.numerics.formats import QuantizedSpec
+from fusedmoe.ops.exchange.fixed import GatherTokens, ReturnTokens, sum_over_ranks
+from fusedmoe.ops.op import SpecLike, TensorSpec
 
 PUSH_SMS = 12  # of the kernel that copies sums to other ranks, an even number
 LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
@@ -32,6 +47,24 @@ LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 550, 300, 800, 3000
 MARGIN = 1.15
 TILE = 128  # rows
+
+
+def nbytes(*specs: SpecLike) -> int:
+    """Return the bytes of tensors."""
+    plain = [s if isinstance(s, QuantizedSpec) else TensorSpec(tuple(map(int, s.shape)), s.dtype) for s in specs]
+    return sum(s.nbytes for s in plain)
+
+
+def require_ranks(op: GatherTokens | ReturnTokens) -> None:
+    """Decline silently if nothing travels."""
+    if op.expert_parallel.ranks == 1:
+        raise NothingToDo("one rank exchanges nothing")
+
+
+def require_few_ranks(expert_parallel: ExpertParallel) -> None:
+    """Decline more ranks than rows can be divided by."""
+    ranks = expert_parallel.ranks
+    require(ranks <= MOST_RANKS, "%d ranks: the kernel that divides rows by ranks has at most %d", ranks, MOST_RANKS)
 
 
 def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel) -> KernelOptions:

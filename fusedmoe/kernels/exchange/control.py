@@ -28,16 +28,9 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 
+from fusedmoe.kernels.device.warps import trap
 from fusedmoe.kernels.exchange.layout import DONE, MOST_RANKS, NUMBER, REPORT, TICKETS
-
-
-@dsl_user_op
-def trap(*, loc: Any = None, ip: Any = None) -> None:
-    """End the kernel with an error, and with it the CUDA context."""
-    llvm.inline_asm(None, [], "trap;", "", has_side_effects=True, loc=loc, ip=ip)
 
 
 def word_of(region: Int64, number: Any) -> cute.Pointer:

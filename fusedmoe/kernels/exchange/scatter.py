@@ -20,15 +20,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from fusedmoe.kernels.device.warps import LANES, WarpKernel, fake_vector
-from fusedmoe.kernels.exchange.control import trap
+from fusedmoe.kernels.device.warps import LANES, MOST_READS, WarpKernel, fake_vector, trap
 from fusedmoe.kernels.exchange.layout import SCATTER_WARPS
 from fusedmoe.kernels.rows.quantize.blocks import fake_codes, fake_scale
 
 CTAS = 2  # of a cluster, as of `copies`
 TOKENS = 8  # of a warp at once
 UNIT = 16  # codes per load
-MOST_READS = 50_000_000  # about a minute
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,14 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.pipeline as pipeline
 from cutlass import Boolean, Int32, Int64, const_expr
-from cutlass._mlir.dialects import llvm
-from cutlass.cutlass_dsl import dsl_user_op
 from cutlass.memory import SmemAllocator
 
-from fusedmoe.kernels.device.warps import LANES, inclusive_sum, one_after
+from fusedmoe.kernels.device.warps import LANES, MOST_READS, inclusive_sum, one_after, trap
 from fusedmoe.kernels.sm90.tiles.config import SCALE_BLOCK, TileConfig
 
 RING_STAGES = 4
 SLOT = 8  # Int32s per slot of the ring: a `Tile`, rounded up
 END = -1  # the expert of the slot after the last tile
-MOST_READS = 50_000_000  # about a minute
 
 
 class Tile(NamedTuple):
@@ -95,12 +92,6 @@ def expert_rows(
             if expert < experts:
                 end = offsets[expert]
     return first, end - first
-
-
-@dsl_user_op
-def trap(*, loc: Any = None, ip: Any = None) -> None:
-    """End the kernel with an error, and with it the CUDA context."""
-    llvm.inline_asm(None, [], "trap;", "", has_side_effects=True, loc=loc, ip=ip)
 
 
 @cute.jit
