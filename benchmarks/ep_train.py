@@ -29,7 +29,7 @@ VARIANTS = {
     "fusedmoe": (),
     "fusedmoe, fp8_block": ("--recipe", "fp8_block"),
 }
-SIZES = {"shape": "qwen3-30b-a3b", "layers": 12, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
+SIZES = {"shape": "qwen3-30b-a3b", "layers": 10, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
 TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
 TIMEOUT_S = 300
 
@@ -79,8 +79,9 @@ def _trained(ranks: int, sizes: dict[str, Any], text: Path, options: Iterable[st
         job = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"note": f"did not end within {TIMEOUT_S} s"}
+    except subprocess.TimeoutExpired as ended:
+        said = (ended.stderr or b"").decode()
+        return {"note": f"did not end within {TIMEOUT_S} s: {said[-4000:]}"}
     if job.returncode:
         return {"note": job.stderr[-4000:]}
     return json.loads(job.stdout.splitlines()[-1])

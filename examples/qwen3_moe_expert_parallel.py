@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -279,12 +280,14 @@ def main(argv: list[str] | None = None) -> None:
     try:
         with fm.recipe(options.recipe):
             result = train(options, device)
-        if dist.get_rank() == 0:
-            print(json.dumps(result))
-        if not on_gpu:
-            time.sleep(0.2)  # gloo's threads release the tensors of the last exchange; as Python ends, they would abort
-    finally:
-        dist.destroy_process_group()
+    except Exception:  # noqa: BLE001
+        traceback.print_exc()
+        os._exit(1)  # an orderly end would wait for the device, on which kernels may wait for other ranks
+    if dist.get_rank() == 0:
+        print(json.dumps(result))
+    if not on_gpu:
+        time.sleep(0.2)  # gloo's threads release the tensors of the last exchange; as Python ends, they would abort
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

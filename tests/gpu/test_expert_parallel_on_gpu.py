@@ -1,7 +1,8 @@
 """The engine "symmetric", and the rules that compute while tokens travel, on GPUs: bit for bit those of "allgather".
 
 Two ranks with a GPU each, or both on the only one: their kernels then take turns, which is slow but shows the same
-races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays.
+races. EXPERT_PARALLEL_STEPS sets the number of steps with random delays, and EXPERT_PARALLEL_RANKS the ranks of the
+tests whose names have "delays".
 """
 
 import os
@@ -31,6 +32,7 @@ BF16 = torch.bfloat16
 HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 512, 256, 16, 4
 MOST = 2500  # tokens: enough for the rules that overlap exchanges
 STEPS = int(os.environ.get("EXPERT_PARALLEL_STEPS", "60"))
+RANKS = int(os.environ.get("EXPERT_PARALLEL_RANKS", "2"))
 OVERLAPS, OTHERS = tuple(hopper_ranks.OVERLAPS), tuple(hopper_ranks.OTHERS)
 FP8_OVERLAPS, FP8_OTHERS = tuple(hopper_ranks.FP8_OVERLAPS), tuple(hopper_ranks.FP8_OTHERS)
 TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
@@ -40,7 +42,7 @@ TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
 def ranks(tmp_path_factory):
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     # the host of a step takes 10 ms, or a few times more on a busy machine
-    started = Ranks(tmp_path_factory.mktemp("ranks"), patience_s=120 + 0.03 * STEPS)
+    started = Ranks(tmp_path_factory.mktemp("ranks"), RANKS, patience_s=120 + 0.03 * STEPS)
     yield started
     started.stop()
 

@@ -128,6 +128,27 @@ def test_gather(ranks, rows, chosen, more, number):
         assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
 
 
+def test_a_gather_of_ids_needs_few_sms(monkeypatch):
+    """Another kernel may keep SMs until other ranks come. So a rank tells the others although fewer CTAs are resident
+    than there are: those that do not gather end before.
+    """
+    monkeypatch.setattr(functions, "SEND_CTAS", 10)  # the emulated GPU has room for 8
+    monkeypatch.setattr(functions, "GATHER_CTAS", 2)
+    ranks, rows, chosen = 2, 70, 80
+    counts, x, index, weight = routed(ranks, rows, chosen)
+    at = functions.places([4 * rows * chosen, 4 * rows * chosen, 2 * x[0].numel()])
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, at[1], 0)
+        world.memory[0][READY + 1] = 1  # the kernel of rank 0 runs first, and tells rank 1
+        for r in range(ranks):
+            send = functions.bind_send(x[r], index[r], weight[r], ranks, rows, EXPERTS_HERE)
+            _, ids, weights = send(world.of[r], x[r], index[r], weight[r])
+    valid = (index[0] >= 0) & (index[0] < ranks * EXPERTS_HERE)
+    assert torch.equal(ids[: counts[0]], torch.where(valid, index[0], -1) - EXPERTS_HERE)
+    assert torch.equal(weights[: counts[0]], weight[0])
+    assert torch.equal(weights[rows:][: counts[1]], weight[1])
+
+
 def coded(rows, columns, blocks, strided, seed):
     """Codes and scales, stored in either order."""
     generator = torch.Generator().manual_seed(seed)

@@ -31,7 +31,8 @@ from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 MOST_CHOSEN = 32  # a lane of a warp each
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 PACKED_BYTES = 32  # of a row with codes and scales, a multiple: GPUs read 32 bytes at once
-SEND_CTAS, TOTAL_CTAS = 128, 1056  # those of `Send` are resident together on every Hopper GPU
+SEND_CTAS, TOTAL_CTAS = 128, 1056
+GATHER_CTAS = 32  # of `Send`, that wait for the ids of other ranks
 SCATTER_CTAS, SCATTER_SMS = 264, 20  # alone, and beside `Pull`: even numbers
 SCATTER_ARRIVALS = SCATTER_SMS * SCATTER_WARPS  # that a word grows by, beside `Pull`
 
@@ -186,13 +187,13 @@ def bind_send(
         rows, scale = (_pairs(x_TH), _pairs(out)), no_weight if scale_TB is None else scale_TB
         if index_TK is None or weight_TK is None:
             ids = no_ids, no_weight, no_ids, no_weight
-            kernel(*rows, *ids, scale, peers, control, rank, *numbers, patience, SEND_CTAS)
+            kernel(*rows, *ids, scale, peers, control, rank, *numbers, patience, GATHER_CTAS, SEND_CTAS)
             return out, None, None
         index = index_TK.new_empty((every, chosen), dtype=torch.int32)
         weight = weight_TK.new_empty(every, chosen)
         kernel(
             *rows, index_TK.view(-1), weight_TK.view(-1), index.view(-1), weight.view(-1), scale, peers, control, rank,
-            *numbers, patience, SEND_CTAS,
+            *numbers, patience, GATHER_CTAS, SEND_CTAS,
         )  # fmt: skip
         return out, index, weight
 

@@ -1,7 +1,8 @@
 """`Send`: the begin of a gather. It copies this rank's rows to its region, and tells the other ranks.
 
-With ids, it then waits for the ids and weights of all ranks, which are small, and gathers them: a rank that knows them
-can sort the rows while these travel. All of its CTAs must be resident: they wait for each other's copies.
+With ids, the first CTAs then wait for the ids and weights of all ranks, which are small, and gather them: a rank that
+knows them can sort the rows while these travel. The other CTAs end after their copies. So this kernel ends although
+another kernel keeps most of the SMs until other ranks come, such as the all-gather of a later layer's weights by FSDP.
 
 FP8 codes travel with their scales in one row, as `functions.pack` has them: the bytes of the codes, then the scales. So
 `Pull` copies such rows like all others, and reads no scale of a row that it leaves out.
@@ -24,6 +25,7 @@ from fusedmoe.kernels.exchange.layout import DONE, READY
 
 WARPS = 16  # per CTA
 LOADS = 8  # of 16 bytes per lane, at once
+SLOTS = 4  # whose ids and weights a thread loads from other ranks at once
 TICKET = 0
 SCALE_ROWS = 8  # of which a warp copies four scales each at once, whichever axis has unit stride
 
@@ -46,8 +48,8 @@ class Send(WarpKernel):
         """Compile without a GPU; a function of rows (T, H), result (P*N, H), ids (T*K,), weights (T*K,), gathered ids
         (P*N*K,) int32, gathered weights (P*N*K,), scales (T, B) fp32 with any strides, or a vector if there are none,
         regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32, this rank, N, K, experts of a rank, first
-        bytes of ids, weights and rows in a region, the time-out in nanoseconds, and CTAs. With scales, the result has
-        more columns than the rows.
+        bytes of ids, weights and rows in a region, the time-out in nanoseconds, CTAs that gather, and CTAs. With
+        scales, the result has more columns than the rows.
         """
         slots, every, columns = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=VECTOR)
         wide, scale = columns, fake_vector("fp32", cute.sym_int())
@@ -59,23 +61,23 @@ class Send(WarpKernel):
             fake_vector(self.index or "int32", slots), fake_vector(self.weight, slots),
             fake_vector("int32", every), fake_vector(self.weight, every), scale,
             fake_vector("int64", cute.sym_int()), fake_vector("int32", cute.sym_int()),
-            *[Int32(0)] * 4, *[Int64(0)] * 4, Int32(1),
+            *[Int32(0)] * 4, *[Int64(0)] * 4, *[Int32(1)] * 2,
         )  # fmt: skip
 
     @cute.jit
     def __call__(
         self, x, out, index, weight, out_index, out_weight, scale, peers, control,
-        rank, rows, chosen, here, at_index, at_weight, at_rows, patience, ctas, stream,
+        rank, rows, chosen, here, at_index, at_weight, at_rows, patience, gatherers, ctas, stream,
     ):  # fmt: skip
         self.kernel(
             x, out, index, weight, out_index, out_weight, scale, peers, control,
-            rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
+            rank, rows, chosen, here, at_index, at_weight, at_rows, patience, gatherers,
         ).launch(grid=(ctas, 1, 1), block=(WARPS * LANES, 1, 1), stream=stream)  # fmt: skip
 
     @cute.kernel
     def kernel(
         self, x, out, index, weight, out_index, out_weight, scale, peers, control,
-        rank, rows, chosen, here, at_index, at_weight, at_rows, patience,
+        rank, rows, chosen, here, at_index, at_weight, at_rows, patience, gatherers,
     ):  # fmt: skip
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
@@ -106,10 +108,14 @@ class Send(WarpKernel):
         if is_last(control, TICKET, ctas):
             tell(peers, READY + rank, exchange)
         if const_expr(self.index is not None):
-            self.gather(
-                out_index, out_weight, peers, control, rank, rows * chosen, here, at_index, at_weight, exchange,
-                patience,
-            )  # fmt: skip
+            if cta < gatherers:
+                if warp == 0:
+                    wait_for_ranks(control, READY, exchange, ranks, patience)
+                cute.arch.sync_threads()
+                workers = cutlass.min(ctas, gatherers) * (WARPS * LANES)
+                self.gather(
+                    out_index, out_weight, peers, rank, rows * chosen, here, at_index, at_weight, number, workers
+                )
 
     def at(self, element, address, size):
         """A vector in memory."""
@@ -163,20 +169,22 @@ class Send(WarpKernel):
                 to_result[row, block] = value
 
     @cute.jit
-    def gather(
-        self, out_index, out_weight, peers, control, rank, slots, here, at_index, at_weight, exchange, patience
-    ):  # fmt: skip
+    def gather(self, out_index, out_weight, peers, rank, slots, here, at_index, at_weight, worker, workers):
         """Read the ids and weights of the other ranks."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        thread, _, _ = cute.arch.thread_idx()
-        if cute.arch.warp_idx() == 0:
-            wait_for_ranks(control, READY, exchange, cute.size(peers), patience)
-        cute.arch.sync_threads()
-        for step in cutlass.range(1, cute.size(peers), unroll=1):
-            source = (rank + step) % cute.size(peers)
-            from_index = self.at(Int32, peers[source] + at_index, slots)
-            from_weight = self.at(ELEMENTS[self.weight], peers[source] + at_weight, slots)
-            for slot in cutlass.range(cta * (WARPS * LANES) + thread, slots, ctas * (WARPS * LANES), unroll=2):
-                out_index[source * slots + slot] = from_index[slot] - rank * here
-                out_weight[source * slots + slot] = from_weight[slot]
+        ranks = cute.size(peers)
+        total = (ranks - 1) * slots
+        for first in cutlass.range(worker, total, workers * SLOTS, unroll=1):
+            loaded = []
+            for i in cutlass.range_constexpr(SLOTS):
+                # threads past the last slot load that slot again, see `copy_rows`
+                place = cutlass.min(first + i * workers, total - 1)
+                source = (rank + 1 + place // slots) % ranks
+                slot = place % slots
+                from_index = self.at(Int32, peers[source] + at_index, slots)
+                from_weight = self.at(ELEMENTS[self.weight], peers[source] + at_weight, slots)
+                loaded.append((source * slots + slot, from_index[slot], from_weight[slot]))
+            for i in cutlass.range_constexpr(SLOTS):
+                slot, expert, weight = loaded[i]
+                if first + i * workers < total:
+                    out_index[slot] = expert - rank * here
+                    out_weight[slot] = weight

@@ -101,7 +101,7 @@ def wait_for_rows(offsets: cute.Tensor, experts: Int32, block: Int32, lane: Int3
 
     Kernels on the same GPU add to a word after they have written rows. The acquiring loads make the rows visible to
     this warp, the fence to TMA, and the ring of tiles passes this on to the warps that read them. After `MOST_READS`
-    the kernel ends with an error: the rows arrive in milliseconds, or never.
+    the kernel ends with an error. Until then, the exchange has ended with the error of a rank that does not come.
     """
     size, left, reads = 2 * (experts + 1), Int32(-1), Int32(0)
     word = offsets.iterator + (cutlass.min(lane, block) * (size + 1) + size)
