@@ -130,10 +130,18 @@ def product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Valu
     return _both(bind, o, x, w, None, o.scale, options, call=lambda rows: (x, w, None, rows, o.scale))
 
 
+def _codes(x: Tensor, w: Tensor) -> tuple[Codes, Codes]:
+    """Return the operands of a product in FP8."""
+    of_rows, of_weight = quantize(x, fp8_block(), -1), quantize(w, fp8_block(across=128), -1)
+    return (
+        Codes(of_rows.data, with_strides(of_rows.scale)),
+        Codes(of_weight.data, with_strides(of_weight.scale)),
+    )
+
+
 def fp8_product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     """The second product, in FP8."""
-    x, w = quantize(o.inner, fp8_block(), -1), quantize(o.down, fp8_block(across=128), -1)
-    operands = Codes(x.data, with_strides(x.scale)), Codes(w.data, with_strides(w.scale))
+    operands = _codes(o.inner, o.down)
     arguments = *operands, None, None, options
     return _both(products.bind_grouped_gemm, o, *arguments, call=lambda rows: (*operands, None, rows, None))
 
@@ -347,6 +355,34 @@ def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[
     return got, want
 
 
+def returned_beside_product(o: Operands, options: KernelOptions, fp8: bool = False) -> tuple[Values, Values]:
+    """The sums over ranks of sums over slots, which leave while the second product computes the rows."""
+    each, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
+    slots = o.row_of_slot[: RANKS * each]
+    given: list[Any] = [(x, o.down) for x in (o.inner, -o.inner.flip(0))]
+    if fp8:
+        given = [_codes(*operands) for operands in given]
+    whole = products.bind_grouped_gemm(*given[0], None, None, options)
+    wanted = [whole(*operands, None, o.offsets, None) for operands in given]
+    sums = [slot_functions.bind_sum_slots(rows, slots, None)(rows, slots) for rows in wanted]
+    regions, (at_parts,) = _regions(o, [sums[0].nbytes])
+    run, tiles = products.bind_counted_gemm(*given[0], None, replace(options, exchange_sms=FEW_SMS))
+    push = exchange_functions.bind_push_sums(wanted[0], slots, at_parts, tiles, FEW_SMS)
+    over_ranks = exchange_functions.bind_total(wanted[0], each, chosen, None, each, at_parts, at_parts)
+    got, want = {}, {}
+    for r, region in enumerate(regions):
+        of_rank = row_functions.bind_row_ranges(o.offsets, o.token_of_row, r, RANKS, RANKS * each)
+        blocks = of_rank(o.offsets, o.token_of_row, 0, True)
+        got[f"rows {r}"] = run(*given[r], None, blocks)
+        push(region, got[f"rows {r}"], slots, blocks)
+        want[f"rows {r}"] = wanted[r]
+    for r, region in enumerate(regions):
+        own = slice(r * each, (r + 1) * each)
+        got[f"sums {r}"], _ = over_ranks(region, got[f"rows {r}"], slots[own])
+        want[f"sums {r}"] = (sums[0][own].float() + sums[1][own].float()).bfloat16()
+    return got, want
+
+
 DIRECT = (
     Direct("product of ranges", product_of_ranges, tiles=3),
     Direct("FP8 product of ranges", fp8_product_of_ranges, tiles=2),
@@ -368,5 +404,8 @@ DIRECT = (
     Direct("gather of codes alone", partial(gather_of_codes, index=None)),
     Direct("return", returned),
     Direct("return without values", partial(returned, valued=False)),
+    Direct("return beside a product", returned_beside_product, tiles=3),
+    Direct("return beside an FP8 product", partial(returned_beside_product, fp8=True), tiles=2),
+    *(replace(Direct("return beside a product", returned_beside_product), top_k=top_k) for top_k in (2, 4)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

@@ -23,8 +23,8 @@ BATCH = 50
 """Repeats per batch: far less than a second."""
 FLUSH_BYTES = 64 << 20
 """More than the L2."""
-BEFORE_BESIDE = "sm90_sum_on_few_sms"
-"""The symbol of the launch that a kernel with ``beside`` follows begins so."""
+BEFORE_BESIDE = "sm90_sum_on_few_sms", "sm90_ragged_m_ranges_signals"
+"""The symbol of the launch that a kernel with ``beside`` follows begins with one of these."""
 
 
 @dataclass

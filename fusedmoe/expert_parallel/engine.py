@@ -209,9 +209,10 @@ class Engine:
         """Return the channel of the next exchange, with the ``region`` that the kernels of `fusedmoe.kernels.exchange`
         take: of the same number of bytes on every rank, those of `places`. Only if the engine is ``by_kernels``.
 
-        The exchange is that of `start_exchange` if `bind_push` begins it and `bind_total` ends it, with the tensors at
-        their `places`. Then ``returns`` is true, and the caller calls `returned` after the launch of `bind_total`. If
-        an error comes between, the ranks are out of step: the next exchange raises a `RuntimeError`.
+        The exchange is that of `start_exchange` if `bind_push` or `bind_push_sums` begins it and `bind_total` ends it,
+        with the tensors at their `places`. Then ``returns`` is true, and the caller calls `returned` after the launch
+        of `bind_total`. If an error comes between, the ranks are out of step: the next exchange raises a
+        `RuntimeError`.
         """
         raise NotImplementedError
 

@@ -3,12 +3,19 @@
     with emulated() as gpu:
         bind_grouped_gemm(x, weight, None, None, DEFAULT)(x, weight, None, offsets, None)  # runs its PTX
 
-The launches of a process run with different seeds and speeds of the asynchronous units, in turn.
+The launches of a process run with different seeds and speeds of the asynchronous units, in turn. They end before the
+host goes on, except with ``gpu.beside``:
+
+- A launch that lets the next one begin is kept until there is another launch, or `EmulatedGpu.finish`.
+- If the next launch has the attribute for it, both run beside each other. Otherwise it runs after the end of the other.
+- The first launch of a kernel loads its code, which waits until the GPU has nothing to do, as CUDA does. So a launch
+  that waits for it never ends.
 """
 
 import os
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -23,6 +30,14 @@ SMS = 4
 EAGERNESS = (0.3, 0.0, 1.0)  # see machine
 
 
+class Begun(NamedTuple):
+    """A launch that has not ended."""
+
+    machine: Machine
+    rounds: Any  # those that are left
+    arguments: tuple  # whose memory it uses
+
+
 class EmulatedGpu:
     """Compiles kernels at their first use, and runs their launches."""
 
@@ -32,12 +47,16 @@ class EmulatedGpu:
         self.others = []  # tensors that kernels find by addresses in memory
         self.counter = torch.zeros(1, dtype=torch.int32)
         self.hosts = {}  # with the programs of their launches, by kernel
+        self.beside = False  # whether launches run beside each other, see the module's docstring
+        self.begun = None  # the launch that lets the next one begin
+        self.began_beside = 0  # launches
 
     def load(self, kernel):
         """Return the function that launches a kernel, as `compiler.load`."""
 
         def run(*arguments):
             if kernel not in self.hosts:
+                self.finish()
                 source, library = compiled(kernel)
                 host = Host(library, kernel.symbol, ptx.parameter_sizes(source))
                 self.hosts[kernel] = host, {program.name: program for program in ptx.parse(source)}
@@ -49,7 +68,8 @@ class EmulatedGpu:
                     machine.memory.add(argument)
 
             def launched(name, n, values):
-                machine.run(Launch(programs[name], n[0:3], n[3:6], n[7:10], n[6], values))
+                launch = Launch(programs[name], n[0:3], n[3:6], n[7:10], n[6], values)
+                self._run(launch, machine, arguments, begins_early=n[10])
 
             try:
                 host(launched, *arguments)
@@ -58,6 +78,32 @@ class EmulatedGpu:
                 raise
 
         return run
+
+    def finish(self):
+        """Wait until all launches have ended."""
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            for _ in begun.rounds:
+                pass
+
+    def _run(self, launch, machine, arguments, begins_early):
+        if not begins_early or self.begun is None:
+            self.finish()
+            rounds = machine.rounds(launch)
+            if self.beside and any("launch_dependents" in i.opcode for i in launch.program.instructions):
+                self.begun = Begun(machine, rounds, arguments)
+            else:
+                for _ in rounds:
+                    pass
+            return
+        first, self.begun = self.begun, None
+        self.began_beside += 1
+        for _ in first.rounds:
+            if first.machine.lets_next_begin:
+                break
+        for _ in machine.rounds(launch, first.machine):
+            for _ in range(machine.random.randrange(3)):
+                next(first.rounds, None)
 
 
 def _forget_functions():

@@ -40,7 +40,8 @@ class Host:
     def __call__(self, launched, *arguments):
         """Call the host function with CPU tensors and numbers; ``launched(name, numbers, values)`` is each launch.
 
-        The numbers are the grid, the block, the bytes of shared memory and the cluster; values are bytes of parameters.
+        The numbers are the grid, the block, the bytes of shared memory, the cluster, and whether the launch has the
+        attribute of programmatic stream serialization; values are bytes of parameters.
         """
         self.launched = launched
         self.function(*(on_gpu(a) if isinstance(a, torch.Tensor) else a for a in arguments))
@@ -52,7 +53,7 @@ class Host:
         try:
             name = name.decode()
             values = [ctypes.string_at(arguments[i], size) for i, size in enumerate(self.sizes[name])]
-            self.launched(name, tuple(numbers[0:10]), values)
+            self.launched(name, tuple(numbers[0:11]), values)
         except BaseException as failure:  # noqa: BLE001 no exception passes through C
             self.failure = failure
 

@@ -16,7 +16,7 @@ from emulator.registers import BITS, DTYPES, LANES, U2, U4, U8, Result
 
 SHARED_WINDOW, PARAMETER_WINDOW = 1 << 60, 1 << 61  # of generic addresses
 IGNORED = (
-    "setmaxnreg", "griddepcontrol", "fence.mbarrier_init", "fence.acq_rel", "fence.sc", "membar", "wgmma.fence",
+    "setmaxnreg", "fence.mbarrier_init", "fence.acq_rel", "fence.sc", "membar", "wgmma.fence",
     "prefetch",
 )  # fmt: skip
 
@@ -390,6 +390,18 @@ def elect(code, opcode, operands):
     return Result(run, members=members)
 
 
+def griddepcontrol(code, opcode, operands):
+    if opcode.endswith(".launch_dependents"):
+        return lambda w: w.machine.let_next_begin(w.cta)
+    assert opcode.endswith(".wait")
+
+    def wait(w):
+        before = w.machine.before
+        return None if before is None else lambda: before.ended
+
+    return Result(wait, waits=True)
+
+
 def bar_warp(code, opcode, operands):
     return Result(lambda w: None, members=code.slot(operands[0], "r"))
 
@@ -399,5 +411,5 @@ TABLE = {
     "ld.": ld, "st.shared": st, "st.global": st, "st.relaxed": st, "st.release": st, "atom.": atom, "red.": atom,
     "stmatrix.": stmatrix, "ldmatrix.": ldmatrix,
     "shfl.sync": shfl, "vote.sync": vote, "trap": trap, "redux.sync": redux, "elect.sync": elect,
-    "bar.warp.sync": bar_warp,
+    "bar.warp.sync": bar_warp, "griddepcontrol": griddepcontrol,
 }  # fmt: skip

@@ -23,6 +23,7 @@ from emulator.tensor_map import TensorMap
 
 WARP = 32
 STEPS = 24  # blocks of instructions per turn, at most
+FEW_CTAS = 2  # resident beside another launch
 ALL = (1 << WARP) - 1
 _masks = {}
 
@@ -64,6 +65,7 @@ class Cta:
         self.shared = Shared(RESERVED + launch.shared)
         self.mbarriers = {}
         self.named = {}
+        self.let_next_begin = False
         threads = int(np.prod(launch.block))
         assert threads % WARP == 0
         self.threads = threads
@@ -213,15 +215,31 @@ class Warp:
 
 
 class Machine:
-    """Runs launches. Kernels may access the tensors that were added to `memory`."""
+    """Runs launches. Kernels may access the tensors that were added to `memory`.
+
+    A launch may begin beside the one of another machine, whose CTAs have all let the next launch begin
+    (`lets_next_begin`). It has few places for CTAs until that one has ended.
+    """
 
     def __init__(self, seed=0, eagerness=0.3, resident=8):
         self.random = random.Random(seed)
         self.eagerness, self.resident = eagerness, resident
+        self.without_word = -1  # CTAs that have not let the next launch begin
         self.memory = Global()
+        self.ended = False
 
     def run(self, launch):
         """Run all CTAs of a launch to the end."""
+        for _ in self.rounds(launch):
+            pass
+
+    @property
+    def lets_next_begin(self):
+        return self.ended or not self.without_word
+
+    def rounds(self, launch, before=None):
+        """Run all CTAs of a launch to the end, in steps. ``before``: the machine of the launch that it runs beside."""
+        self.before, self.ended, self.without_word = before, False, int(np.prod(launch.grid))
         self.launch, self.now, self.channels = launch, 0, []
         if launch.program.compiled is None:
             launch.program.compiled = Compiled(launch.program)
@@ -230,16 +248,26 @@ class Machine:
         self._maps = {}
         grid = [range(0, n, c) for n, c in zip(launch.grid, launch.cluster, strict=True)]
         waiting = deque((x, y, z) for z in grid[2] for y in grid[1] for x in grid[0])
-        room = max(1, self.resident // int(np.prod(launch.cluster)))
         running = []
-        with np.errstate(all="ignore"):
-            while waiting or running:
-                while waiting and len(running) < room:
-                    running.append(Cluster(self, waiting.popleft()))
+        while waiting or running:
+            resident = self.resident if before is None or before.ended else FEW_CTAS
+            while waiting and len(running) < max(1, resident // int(np.prod(launch.cluster))):
+                running.append(Cluster(self, waiting.popleft()))
+            with np.errstate(all="ignore"):
                 self._round([warp for cluster in running for cta in cluster.ctas for warp in cta.warps if warp.groups])
-                running = [cluster for cluster in running if cluster.running]
+            running = [cluster for cluster in running if cluster.running]
+            yield
+        with np.errstate(all="ignore"):
             while self._work():
                 pass
+        self.ended = True
+        if before is not None and not before.ended:
+            raise EmulationError("a launch beside another one ends before it: later launches depend on both")
+
+    def let_next_begin(self, cta):
+        """A CTA lets the next launch begin."""
+        self.without_word -= not cta.let_next_begin
+        cta.let_next_begin = True
 
     def tensor_map(self, offset):
         """Return the descriptor at an offset of the parameters."""
@@ -255,7 +283,7 @@ class Machine:
             progress |= warp.turn() > 0
             while self.channels and self.random.random() < self.eagerness:
                 progress |= self._work()
-        if not progress and not self._work():
+        if not progress and not self._work() and (self.before is None or self.before.ended):
             where = [f"{w}: lanes {g.lanes:#x} at line {w.code.line(g.pc)}" for w in warps for g in w.groups]
             raise EmulationError("no warp can go on:\n" + "\n".join(where))
 

@@ -3,7 +3,7 @@
 #include <stdio.h>
 
 typedef struct { unsigned x, y, z; } dimensions;
-typedef struct { int id; int padding; union { char bytes[64]; dimensions cluster; } value; } attribute;
+typedef struct { int id; int padding; union { char bytes[64]; dimensions cluster; int flag; } value; } attribute;
 typedef struct { dimensions grid, block; size_t shared; void *stream; attribute *attributes; unsigned count; } launch_config;
 typedef void (*launched)(const char *name, const unsigned *numbers, void **arguments);
 
@@ -11,7 +11,7 @@ typedef void (*launched)(const char *name, const unsigned *numbers, void **argum
 #define MAJOR 9
 #endif
 
-enum { NAMES = 16, CLUSTER_DIMENSION = 4, MAX_SHARED_PER_BLOCK = 97, COMPUTE_MAJOR = 75 };
+enum { NAMES = 16, CLUSTER_DIMENSION = 4, STREAM_SERIALIZATION = 6, MAX_SHARED_PER_BLOCK = 97, COMPUTE_MAJOR = 75 };
 
 static char names[NAMES][1024];
 static int known = 0;
@@ -30,12 +30,14 @@ int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
   return 0;
 }
 int _cudaLaunchKernelEx(const launch_config *config, const void *kernel, void **arguments) {
-  unsigned numbers[10] = {config->grid.x, config->grid.y, config->grid.z, config->block.x, config->block.y,
-                          config->block.z, (unsigned)config->shared, 1, 1, 1};
+  unsigned numbers[11] = {config->grid.x, config->grid.y, config->grid.z, config->block.x, config->block.y,
+                          config->block.z, (unsigned)config->shared, 1, 1, 1, 0};
   for (unsigned i = 0; i < config->count; i++)
     if (config->attributes[i].id == CLUSTER_DIMENSION) {
       dimensions cluster = config->attributes[i].value.cluster;
       numbers[7] = cluster.x, numbers[8] = cluster.y, numbers[9] = cluster.z;
+    } else if (config->attributes[i].id == STREAM_SERIALIZATION) {
+      numbers[10] = config->attributes[i].value.flag;
     }
   callback((const char *)kernel, numbers, arguments);
   return 0;

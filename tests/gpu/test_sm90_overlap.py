@@ -14,17 +14,19 @@ import pytest
 import torch
 from kit.hopper import DEVICE, capture, needs_gpu, needs_hopper
 from kit.poison import nan_in_new_tensors
-from kit.row_ranges import RANK, RANKS, check_ranges, problem_by_ranges, routed
+from kit.row_ranges import RANK, RANKS, check_ranges, problem_by_ranges, routed, tiles_of
 from kit.slots import routed as routed_slots
 
 import fusedmoe as fm
 from fusedmoe.fusion.search import planner
-from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange import functions as exchange_functions
+from fusedmoe.kernels.exchange.layout import CONTROL_WORDS, READY
 from fusedmoe.kernels.options import DEFAULT
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move.slot_functions import bind_route, bind_sum_slots
 from fusedmoe.kernels.sm90 import launch, products
 from fusedmoe.kernels.sm90.launch import Codes, Part
+from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.formats import fp8_block, quantize
 
@@ -44,7 +46,7 @@ LEAVES_SMS = replace(DEFAULT, sm_margin=4)
 def test_ranges(experts, ranks, divided):
     tokens = 960
     for rank in {0, ranks // 2, ranks - 1}:
-        check_ranges(*routed(tokens, 4, experts, seed=experts), rank, ranks, tokens, divided, 5)
+        check_ranges(*routed(tokens, 4, experts, seed=experts), rank, ranks, tokens, divided, 5, rank == 0)
 
 
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=needs_gpu)])
@@ -123,7 +125,7 @@ def test_codes_that_arrive_beside_a_product(waits):
     codes, scale = of_tokens.data, of_tokens.scale.contiguous()
     weight = Codes(of_weight.data, products.with_strides(of_weight.scale))
     rows = len(token_of_row)
-    scatter = functions.bind_scatter(codes, scale, row_of_slot, RANK, RANKS, rows)
+    scatter = exchange_functions.bind_scatter(codes, scale, row_of_slot, RANK, RANKS, rows)
     with nan_in_new_tensors():
         once = Codes(*scatter(codes, scale, row_of_slot))
     for part, given in zip(once, (codes, scale), strict=True):
@@ -133,7 +135,7 @@ def test_codes_that_arrive_beside_a_product(waits):
     settings = weight, None, None, SWIGLU, True
     want = bind(once, *settings, DEFAULT)(once, weight, None, offsets, None)
     # SMs for `Scatter`, and for the stream that writes
-    product = bind(once, *settings, replace(DEFAULT, sm_margin=functions.SCATTER_SMS + 4), ranges=True)
+    product = bind(once, *settings, replace(DEFAULT, sm_margin=exchange_functions.SCATTER_SMS + 4), ranges=True)
     ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens)
     each = tokens // RANKS
     of_others = [slice(r * each, (r + 1) * each) for r in ((RANK + step) % RANKS for step in range(1, RANKS))]
@@ -143,7 +145,7 @@ def test_codes_that_arrive_beside_a_product(waits):
             for there in of_others:
                 late[0].view(torch.uint8)[there], late[1][there] = 0x7F, torch.nan
         arrived = torch.full((RANKS, 1), -arrivals if waits else 0, dtype=torch.int32, device=DEVICE)
-        blocks = ranges(offsets, token_of_row, functions.SCATTER_ARRIVALS)
+        blocks = ranges(offsets, token_of_row, exchange_functions.SCATTER_ARRIVALS)
         words = blocks.view(RANKS, -1)
         with nan_in_new_tensors():
             found = scatter(*late, row_of_slot, None, arrived)
@@ -198,6 +200,85 @@ def test_a_part_beside_a_sum(schedule, no_sync):
         assert torch.equal(sums, rows.flip(0))
     assert want.any()
     assert launch.tile_counters(x.device).get()[0].item() == 0
+
+
+@pytest.mark.parametrize("config", CANDIDATES["plain"], ids=lambda config: config.name)
+def test_a_product_that_counts_its_tiles(config, monkeypatch):
+    """Under either schedule, several times; the tiles of rows of no expert count too."""
+    monkeypatch.setattr(products, "choose", lambda problem: config)
+    x, gate_up, _, _, offsets, blocks, *_ = problem_by_ranges(gather=False, leaving=True)
+    w = gate_up.repeat(1, 3, 1)
+    want = products.bind_grouped_gemm(x, w, None, None, DEFAULT)(x, w, None, offsets, None)
+    assert want.any()
+    for schedule in ("static", "dynamic"):
+        run, (tile_m, column_tiles) = products.bind_counted_gemm(x, w, None, replace(DEFAULT, schedule=schedule))
+        for ranges in [blocks.clone() for _ in range(3)]:
+            assert torch.equal(run(x, w, None, ranges.flatten()), want)
+            assert torch.equal(ranges[:, -2], 2 * tiles_of(blocks, tile_m).to(torch.int32) * column_tiles)
+    assert launch.tile_counters(x.device).get()[0].item() == 0
+
+
+COUNTED = [(dtype, config) for dtype in ("plain", "fp8_plain") for config in CANDIDATES[dtype]]
+
+
+@needs_gpu
+@pytest.mark.parametrize(("family", "config"), COUNTED, ids=lambda of: getattr(of, "name", of))
+@pytest.mark.parametrize("chosen", [2, 8])
+def test_sums_leave_beside_the_product_of_their_rows(chosen, family, config, monkeypatch, no_sync):
+    """To regions of the same GPU. The rows and the regions are NaN before. Also in replays of a CUDA graph. The first
+    launches load the code of both kernels.
+    """
+    monkeypatch.setattr(products, "choose", lambda problem: config)
+    tokens, experts, depth, columns = RANKS * 1500, 8, 256, 2048
+    offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, chosen, experts, seed=1))
+    row_of_slot = token_of_row.argsort(stable=True).view(tokens, chosen)
+    row_of_slot[row_of_slot >= offsets[-1]] = len(token_of_row)
+    x = torch.randn(len(token_of_row), depth, device=DEVICE).to(BF16)
+    w = torch.randn(experts, columns, depth, device=DEVICE).to(BF16)
+    if family == "fp8_plain":
+        codes = quantize(x, fp8_block(), -1), quantize(w, fp8_block(across=128), -1)
+        x, w = (Codes(of.data, products.with_strides(of.scale)) for of in codes)
+    rows = products.bind_grouped_gemm(x, w, None, None, DEFAULT)(x, w, None, offsets, None)
+    want = bind_sum_slots(rows, row_of_slot, None)(rows, row_of_slot).view(RANKS, -1, columns)
+    assert (want.float().norm(dim=(1, 2)) > 1).all()
+
+    (at,), nbytes = exchange_functions.places([want.nbytes])
+    memory = torch.zeros(RANKS, nbytes // 4, dtype=torch.int32, device=DEVICE)
+    peers = torch.tensor([m.data_ptr() for m in memory], device=DEVICE)
+    region = exchange_functions.Region(peers, memory[RANK][:CONTROL_WORDS], RANK, 10**10)
+    ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, 6)
+    run, tiles = products.bind_counted_gemm(x, w, None, replace(DEFAULT, exchange_sms=20))
+    push = exchange_functions.bind_push_sums(rows, row_of_slot, at, tiles, 20)
+    parts = memory.view(torch.uint8)[:, at : at + want.nbytes].view(BF16).view(RANKS, RANKS, -1, columns)
+
+    def once():
+        parts.fill_(torch.nan)
+        out, blocks = torch.full_like(rows, torch.nan), ranges(offsets, token_of_row, 0, True)
+        run(x, w, None, blocks, out)
+        push(region, out, row_of_slot, blocks)
+        return out.clone(), parts[:, RANK].clone()  # a launch after both
+
+    def check(out, sums):
+        assert torch.equal(out, rows)
+        for rank in {*range(RANKS)} - {RANK}:
+            assert torch.equal(sums[rank], want[rank])
+            assert memory[rank, READY + RANK] == 1
+        assert sums[RANK].isnan().all()
+
+    check(*once())
+    with no_sync():
+        results = [once() for _ in range(20)]
+    for found in results:
+        check(*found)
+    captured = []
+    graph = capture(lambda: captured.append(once()))
+    for _ in range(5):
+        for t in captured[-1]:
+            t.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        check(*captured[-1])
+    assert launch.tile_counters(offsets.device).get()[0].item() == 0
 
 
 NEVER = """

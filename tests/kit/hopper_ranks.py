@@ -254,6 +254,24 @@ def bind_push(sums, row_of_slot, values, at_parts, at_values, sms):
     return run
 
 
+def bind_push_sums(rows, row_of_slot, at_parts, tiles, sms):
+    from kit.row_ranges import tiles_of
+    from kit.sm90_stand_ins import bind_sum_slots
+
+    def run(region, rows, row_of_slot, blocks):
+        kernels_ran["bind_push_sums"] += 1
+        blocks, each = blocks.view(len(region.peers), -1), len(row_of_slot) // len(region.peers)
+        tile_m, column_tiles = tiles
+        assert torch.equal(blocks[:, -2], 2 * column_tiles * tiles_of(blocks, tile_m).to(torch.int32))
+        sums = rows.new_full((len(row_of_slot), rows.shape[1]), torch.nan)
+        for rank in {*range(len(blocks))} - {region.rank}:
+            there = slice(rank * each, (rank + 1) * each)
+            sums[there] = bind_sum_slots(rows, row_of_slot[there], None)(rows, row_of_slot[there], None)
+        bind_push(sums, row_of_slot, None, at_parts, at_parts, sms)(region, sums, None, row_of_slot, 1, len(blocks))
+
+    return run
+
+
 def bind_total(rows, tokens, chosen, values, count, at_parts, at_values):
     from kit.sm90_stand_ins import bind_sum_slots
 
@@ -275,7 +293,7 @@ def bind_total(rows, tokens, chosen, values, count, at_parts, at_values):
 
 
 kernels_ran = Counter()
-KERNELS = {f.__name__: f for f in (bind_signal, bind_send, bind_pull, bind_push, bind_total)}
+KERNELS = {f.__name__: f for f in (bind_signal, bind_send, bind_pull, bind_push, bind_push_sums, bind_total)}
 
 
 @contextlib.contextmanager

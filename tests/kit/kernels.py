@@ -6,6 +6,7 @@ from itertools import product
 from fusedmoe.kernels.build.shipped import shipped
 from fusedmoe.kernels.exchange.pull import Pull
 from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.push_sums import PushSums
 from fusedmoe.kernels.exchange.scatter import Scatter
 from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
@@ -61,7 +62,7 @@ def products_of_bf16():
         for config, gather in product(CANDIDATES[family], (False, True)):
             yield RaggedM(BF16, config, b_major="n", epilogue=epilogue, gather=gather)
     yield RaggedM(BF16, CO_256, epilogue=GPT_OSS)
-    yield from (replace(k, gather=True) for k in SHIPPED_BF16 if isinstance(k, RaggedM) and not k.gather)
+    yield from (replace(k, gather=True) for k in SHIPPED_BF16 if isinstance(k, RaggedM) and not k.gather | k.signals)
 
 
 def products_of_codes(operands, codes, gradient, kinds=KINDS, dtypes=("e4m3", "e5m2")):
@@ -87,6 +88,11 @@ def wgrads_of_codes(operands, dtypes=("e4m3", "e5m2"), outs=("bf16", "fp32")):
 def wgrads_beside():
     for config, adds in product(CANDIDATES["fp8_wgrad"], (False, True)):
         yield RaggedK(COLUMNS, config, accumulate=adds, beside=True)
+
+
+def products_of_ranges():
+    for config, signals in product(CANDIDATES["fp8_plain"], (False, True)):
+        yield RaggedM(BLOCKS, config, ranges=True, signals=signals)
 
 
 def other_products_of_codes():
@@ -116,7 +122,7 @@ PRODUCTS_BF16 = [*SHIPPED_BF16, *products_of_bf16()]
 PRODUCTS_FP8 = [
     *products_of_codes(BlockScaledRows, RowCodes(), "e4m3"), *derivatives_in_codes(),
     *products_of_codes(TensorScaled, CodesByExpert(), "e5m2"), *other_products_of_codes(),
-    *wgrads_of_codes(BlockScaledColumns), *wgrads_beside(), *wgrads_of_codes(TensorScaled),
+    *wgrads_of_codes(BlockScaledColumns), *wgrads_beside(), *wgrads_of_codes(TensorScaled), *products_of_ranges(),
 ]  # fmt: skip
 PRODUCTS = {kernel.symbol: kernel for kernel in (*PRODUCTS_BF16, *PRODUCTS_FP8)}
 QUICK_PRODUCTS = (
@@ -126,11 +132,13 @@ QUICK_PRODUCTS = (
     "sm90_ragged_m_bf16_bn_dswiglu_scale_keep_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_swiglu_clamp_inter_keep_128x256co_c21",
     "sm90_ragged_m_gather_ranges_bf16_bk_swiglu_keep_128x192pp_c21",
+    "sm90_ragged_m_ranges_signals_bf16_bk_plain_128x192pp_c21",
     "sm90_ragged_m_bf16_bk_plain_fp32_128x128co_c21_promoted",
     "sm90_ragged_k_bf16_bf16_128x192pp_c21",
     "sm90_ragged_k_gather_b_bf16_fp32_add_256x128co_c12",
     *(kernel.symbol for kernel in (
         RaggedM(BlockScaledRows("e5m2"), CO_256, epilogue=PLAIN),
+        RaggedM(BLOCKS, CO_256, ranges=True, signals=True),
         RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes())),
         RaggedM(BLOCKS, CO_256, epilogue=activation("swiglu", keep=True, result=RowCodes()), ranges=True),
         RaggedM(BLOCKS, CO_256_ROWS, epilogue=derivative_codes("geglu_erf", DerivativeCodes(), row_scale=True)),
@@ -148,6 +156,7 @@ QUICK_ROWS = [
     Route("int64", "fp32", 128, False), Route("int32", "bf16", limits.MOST_EXPERTS, True),
     GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32", 8, adds=True, rounds=True), SumSlots("fp16", "bf16", 4),
     RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 2),
+    PushSums("bf16", 8),
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
     Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Send("bf16", "int64", scaled=True),
     Send("bf16", scaled=True), Pull("bf16"), Pull("fp16"), Push("bf16"), Push("fp16", "bf16"), Total("bf16"),

@@ -27,10 +27,10 @@ def routed(tokens, slots, experts, seed):
     return offsets.to(torch.int32), (order.indices // slots).to(torch.int32)
 
 
-def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0, tile=128):
+def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0, leaving=False, tile=128):
     """The result of `bind_row_ranges`, one tile at a time; a range without rows is that from 0 to 0."""
     experts, each = len(offsets), tokens // ranks
-    blocks = torch.zeros(ranks, 2 * (experts + 1) + 1, dtype=torch.int32)
+    blocks = torch.zeros(ranks, 2 * (experts + 1) + 2, dtype=torch.int32)
     blocks[1:, -1] = -arrivals
     steps = [(int(token) // each - rank) % ranks for token in token_of_row]
     for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), len(token_of_row)])):
@@ -41,7 +41,7 @@ def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arriv
             rows = [row for row in of_tile if of_tile[row] == step]
             assert rows == [*range(rows[0], rows[-1] + 1, tile)], "the tiles of a class follow each other"
             blocks[step, e], blocks[step, experts + 1 + e] = rows[0], min(rows[-1] + tile, stop)
-    return blocks.flatten()
+    return (blocks.flip(0) if leaving else blocks).flatten()
 
 
 def check_ranges(offsets, token_of_row, *settings):
@@ -51,7 +51,7 @@ def check_ranges(offsets, token_of_row, *settings):
     want = plain_ranges(offsets, token_of_row, *settings)
     assert len(got) == len(want)
     got, want = (t.view(settings[1], -1) for t in (got, want))
-    ranges = got[:, :-1].unflatten(1, (2, -1))
+    ranges = got[:, :-2].unflatten(1, (2, -1))
     ranges.masked_fill_(ranges[:, :1] == ranges[:, 1:], 0)
     assert torch.equal(got, want)
 
@@ -64,18 +64,23 @@ class Problem(NamedTuple):
     down: torch.Tensor
     scale: torch.Tensor
     offsets: torch.Tensor
-    blocks: torch.Tensor  # (P, 2 (E + 1) + 1)
+    blocks: torch.Tensor  # (P, 2 (E + 1) + 2)
     rank_of_x: torch.Tensor  # of each row of x
     index: torch.Tensor | None
 
 
-def problem_by_ranges(gather, arrivals=0):
+def tiles_of(blocks, tile=128):
+    """The row tiles of each block (P, 2 (E + 1) + 2)."""
+    return (-(-blocks[:, :-2].unflatten(1, (2, -1)).diff(dim=1) // tile)).sum((1, 2))
+
+
+def problem_by_ranges(gather, arrivals=0, leaving=False):
     torch.manual_seed(0)
     tokens, experts, hidden, features = 600, 3, 72, 64
     offsets, token_of_row = (t.to(DEVICE) for t in routed(tokens, 2, experts, seed=1))
     bound = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens)
-    blocks = bound(offsets, token_of_row, arrivals).view(RANKS, -1)
-    assert (blocks[:, :-1].unflatten(1, (2, -1)).diff(dim=1) > 0).any(2).all(), "rows in every block"
+    blocks = bound(offsets, token_of_row, arrivals, leaving).view(RANKS, -1)
+    assert (tiles_of(blocks) > 0).all(), "rows in every block"
     x = torch.randn(tokens if gather else len(token_of_row), hidden).to(DEVICE, BF16)
     gate_up = torch.randn(experts, 2 * features, hidden).to(DEVICE, BF16)
     down = torch.randn(experts, hidden, features).to(DEVICE, BF16)

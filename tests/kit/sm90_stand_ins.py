@@ -20,7 +20,7 @@ from fusedmoe.kernels.rows.quantize import block_functions, format_functions
 from fusedmoe.kernels.rows.quantize.block_functions import scale_like
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90 import router as router_functions
-from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.router import LogitsGrad, Routed
 from fusedmoe.numerics.activations import Activation
 from fusedmoe.numerics.expert_rows import offsets_from_splits as plain_offsets
@@ -42,10 +42,11 @@ from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.numerics.formats.hadamard import rotate
 from fusedmoe.ops.glu import GeGLU, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.router import Router
-from kit.row_ranges import plain_ranges
+from kit.row_ranges import plain_ranges, tiles_of
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
+COLUMN_TILES = 3
 calls = []  # (name, what distinguishes the call)
 
 
@@ -205,12 +206,12 @@ def _part_of(x, rows):
 
 def _rows_of(part, experts):
     """Experts and their rows, from and to, of the `Part` of a launch."""
-    blocks = part.ranges.view(-1, 2 * (experts + 1) + 1)
+    blocks = part.ranges.view(-1, 2 * (experts + 1) + 2)
     calls.append(("ranges", {"of_launch": len(blocks)}))
     assert (blocks[:, -1] >= 0).all(), "the rows have not arrived"
     return [
         (expert, (start, end))
-        for starts, ends in blocks[:, :-1].unflatten(1, (2, -1)).tolist()
+        for starts, ends in blocks[:, :-2].unflatten(1, (2, -1)).tolist()
         for expert, (start, end) in enumerate(zip(starts, ends, strict=True))
         if start < end
     ]
@@ -247,6 +248,19 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
 
     (y,) = _of_rows("gemm", product, offsets, len(_first(weight)), x, gather, (row_scale,), ranges, out)
     return y if out is None or ranges else out.copy_(y)
+
+
+def bind_counted_gemm(x, weight, bias, options):
+    product = bind_grouped_gemm(x, weight, bias, None, options, ranges=True)
+    calls.append(("counted_gemm", {"options": options}))
+
+    def run(x, weight, bias, blocks, out):
+        of_ranks = blocks.view(-1, 2 * (len(_first(weight)) + 1) + 2)
+        product(x, weight, bias, [Part(blocks)], None, None, out)
+        of_ranks[:, -2] += 2 * COLUMN_TILES * tiles_of(of_ranks, ROW_TILE).to(torch.int32)
+        return out
+
+    return run, (ROW_TILE, COLUMN_TILES)
 
 
 @binds("x", "weight", "bias", "offsets", "row_scale", "gather", "amax")
@@ -458,9 +472,9 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=N
     return rows.to(source.dtype)
 
 
-@binds("offsets", "token_of_row", "arrivals", says=())
-def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, *, arrivals=0):
-    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, ROW_TILE)
+@binds("offsets", "token_of_row", "arrivals", "leaving", says=())
+def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, *, arrivals=0, leaving=False):
+    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, leaving, ROW_TILE)
 
 
 @binds("codes", "scale", "row_of_slot", "out", "arrived", "words", says=("arrived", "words"))

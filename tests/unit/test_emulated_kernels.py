@@ -17,7 +17,7 @@ from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
 from kit.poison import nan_in_new_tensors
-from kit.row_ranges import check_ranges, problem_by_ranges, routed
+from kit.row_ranges import check_ranges, problem_by_ranges, routed, tiles_of
 from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
@@ -107,7 +107,8 @@ def test_ranges_of_rows():
     cases = [(each, ranks, rank) for each in (9, 40, 130) for ranks in range(2, 9) for rank in range(ranks)]
     for seed, (each, ranks, rank) in enumerate(cases):
         tokens = each * ranks
-        check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, (None, None, 0, 1, 2)[seed % 5], seed % 3)
+        divided, leaving = (None, None, 0, 1, 2)[seed % 5], seed % 2 == 1
+        check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, divided, seed % 3, leaving)
 
 
 @pytest.mark.parametrize("gather", [False, slow(True)])
@@ -124,6 +125,29 @@ def test_products_by_ranges(gather, gpu):
         out = torch.full_like(want, torch.nan)
         assert torch.equal(run(x, w, None, parts, scale, *more, out=out), want)
         assert gpu.launches == before + len(parts)
+        assert not gpu.counter.any()
+
+
+@pytest.mark.parametrize("config", [PP_192, CO_256, slow(PP_128), slow(CO_256_ROWS)], ids=lambda config: config.name)
+def test_products_that_count_their_tiles(config, tiles, gpu):
+    """Each block's tiles, under either schedule: also the column tiles of a single row tile, and those of no expert."""
+    tiles(config)
+    x, w, _, _, offsets, blocks, *_ = problem_by_ranges(False, leaving=True)
+    w = torch.cat([w, torch.randn(len(w), 272, w.shape[2]).to(BF16)], 1).contiguous()  # three column tiles or more
+    want = functions.bind_grouped_gemm(x, w, None, None, KernelOptions())(x, w, None, offsets, None)
+    assert want[: offsets[-1]].all(1).any()
+    of_blocks = tiles_of(blocks, config.tile_m)
+    assert of_blocks.unique().numel() > 1
+    for schedule in ("static", "dynamic"):
+        run, (tile_m, column_tiles) = functions.bind_counted_gemm(x, w, None, KernelOptions(schedule=schedule))
+        assert tile_m == config.tile_m
+        assert column_tiles == -(-w.shape[1] // config.tile_n)
+        ranges, out = blocks.flatten().clone(), torch.full_like(want, torch.nan)
+        assert torch.equal(run(x, w, None, ranges, out), want)
+        counted = ranges.view(len(blocks), -1)
+        assert torch.equal(counted[:, -2], 2 * of_blocks.to(torch.int32) * column_tiles)
+        counted[:, -2] = 0
+        assert torch.equal(counted, blocks)
         assert not gpu.counter.any()
 
 
@@ -175,7 +199,7 @@ def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch)
         run = functions.bind_grouped_gemm(x, w, None, scale, KernelOptions(), ranges=True)
         first, second, third = blocks
         empty = second.clone()
-        empty[len(offsets) + 1 : -1] = empty[: len(offsets) + 1]
+        empty[len(offsets) + 1 : -2] = empty[: len(offsets) + 1]
         for part, words, ends in (
             ([first, second, third], (0, 0, 0), True), ([first, second, third], (0, -1, 0), False),
             ([first, second, third], (0, 0, -1), False), ([second, third], (0, -3), False), ([second], (-1,), False),

@@ -319,3 +319,30 @@ def test_a_box_that_leaves_the_memory_of_the_tensor():
     larger[36:40] = struct.pack("<I", 11)  # claims 12 rows
     with pytest.raises(AccessError, match="is not of one tensor"):
         run(STORE.format(fence=FENCE, wait=WAIT_READ), ints(32), descriptor=bytes(larger), memory=[target])
+
+
+def test_a_launch_beside_another_one():
+    """It begins when all CTAs let it, and may end only after the other one."""
+
+    def begun(body, before=None):
+        (program,) = ptx.parse(PROGRAM.format(body=body, threads=32))
+        machine, out = Machine(), ints(32)
+        machine.memory.add(out)
+        arguments = (bytes(128), struct.pack("<Q", out.data_ptr()))
+        return machine, machine.rounds(Launch(program, (2, 1, 1), (32, 1, 1), (1, 1, 1), 8192, arguments), before), out
+
+    body = "\tst.global.b32 [%rd3], %r1;\n"
+    for wait in ("\tgriddepcontrol.wait;\n", ""):
+        first, rounds, of_first = begun("\tgriddepcontrol.launch_dependents;\n\tbar.sync 0;\n" + body)
+        next(rounds)
+        assert first.lets_next_begin
+        _, second, of_second = begun(body + wait, first)
+        if not wait:
+            with pytest.raises(EmulationError, match="ends before it"):
+                list(second)
+            break
+        for _ in range(5):
+            next(second)
+        list(rounds)
+        list(second)
+        assert of_first.tolist() == of_second.tolist() == [*range(32)]

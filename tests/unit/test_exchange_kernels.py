@@ -275,6 +275,15 @@ def test_gather_of_rows_alone():
             assert all(torch.equal(got[r].view(ranks, rows, -1)[q][: len(x[q])], x[q]) for q in range(ranks))
 
 
+def sums_of(rows, slots):
+    """The sums over slots, in their order."""
+    padded = torch.cat([rows, torch.zeros(1, rows.shape[1], dtype=rows.dtype)]).float()
+    sums = torch.zeros(len(slots), rows.shape[1])
+    for of_tokens in slots.T:
+        sums += padded[of_tokens]
+    return sums.to(rows.dtype)
+
+
 @pytest.mark.parametrize(
     ("ranks", "valued", "rows", "columns", "dtype"),
     [(2, False, 6, 264, BF16), (2, True, 6, 264, BF16), (3, False, 6, 264, BF16), (3, True, 6, 264, BF16),
@@ -292,12 +301,8 @@ def test_return(ranks, valued, rows, columns, dtype):
     at_parts, at_values = at[0]
 
     def part(r, q):
-        """The sums of rank r for the tokens of rank q, in the order of slots."""
-        padded = torch.cat([given[r], torch.zeros(1, columns, dtype=dtype)]).float()
-        sums = torch.zeros(rows, columns)
-        for k in range(chosen):
-            sums += padded[slots[r].view(ranks, rows, chosen)[q, :, k]]
-        return sums.to(dtype)
+        """The sums of rank r for the tokens of rank q."""
+        return sums_of(given[r], slots[r].view(ranks, rows, chosen)[q])
 
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, at[1], -1)
@@ -330,6 +335,65 @@ def test_return(ranks, valued, rows, columns, dtype):
         assert memory[NUMBER] == 0
         assert memory[DONE : DONE + ranks].tolist() == [0] * ranks
         assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+TILE = 128  # rows of the product's tiles
+
+
+def leaving_blocks(ranks, total, tiles_n):
+    """Blocks of an expert without rows, of others, and of rows of no expert; the tiles of all but the last are done."""
+    first = torch.randint(0, total, (ranks, 40))
+    end = first + torch.randint(0, 300, first.shape)
+    first[:, 3] = end[:, 3] = 0
+    counts = 2 * tiles_n * (-(-(end - first) // TILE)).sum(1, keepdim=True)
+    counts[-1] = 0
+    return torch.cat([first, end, counts, torch.zeros_like(counts)], 1).to(torch.int32)
+
+
+@pytest.mark.parametrize(("ranks", "chosen"), [(2, 2), (3, 5), (4, 8)])
+def test_a_return_beside_a_product(ranks, chosen):
+    """After the product, all of whose tiles are counted, except those of the own rows."""
+    rows, total, columns, tiles_n = 19, 40, 2 * 256 + 8, 3
+    torch.manual_seed(ranks)
+    at, nbytes = functions.places([2 * ranks * rows * columns])
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, nbytes, 4)
+        for r in range(ranks):
+            given = torch.randn(total, columns).to(BF16)
+            slots = torch.randint(0, total + 9, (ranks * rows, chosen)).clamp(max=total)
+            blocks = leaving_blocks(ranks, total, tiles_n).flatten()
+            functions.bind_push_sums(given, slots, at[0], (TILE, tiles_n), SMS)(world.of[r], given, slots, blocks)
+            for q in range(ranks):
+                got = world.at(q, at[0], ranks, rows, columns)[r]
+                if q == r:
+                    assert got.isnan().all()
+                    continue
+                assert torch.equal(got, sums_of(given, slots.view(ranks, rows, chosen)[q]))
+                assert got.float().norm() > 1
+    for q, memory in enumerate(world.memory):
+        assert memory[READY : READY + ranks].tolist() == [4 if r == q else 5 for r in range(ranks)]
+        assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_rows_that_are_never_there(reports):
+    """A rank that waits for its own product, of which a tile is missing, reports itself if there is an address."""
+    ranks, rows, total = 3, 4, 8
+    given, slots = torch.randn(total, 64).to(BF16), torch.randint(0, total, (ranks * rows, 2))
+    at, nbytes = functions.places([2 * ranks * rows * 64])
+    blocks, report = leaving_blocks(ranks, total, 2), torch.zeros(2, dtype=torch.int32)
+    blocks[1, -2] -= 1
+    with emulated() as gpu:
+        world = Ranks(gpu, ranks, nbytes, 4)
+        if reports:
+            gpu.others.append(report)
+            world.memory[1][REPORT : REPORT + 2].view(torch.int64).fill_(report.data_ptr())
+        push = functions.bind_push_sums(given, slots, at[0], (TILE, 2), SMS)
+        with pytest.raises(EmulationError, match="the kernel ends with an error"):
+            push(world.of[1], given, slots, blocks.flatten())
+        assert report.tolist() == ([2, 5] if reports else [0, 0])
+        assert world.memory[0][READY + 1] == 5  # the rows of the first block have left
+        assert world.memory[2][READY + 1] == 4
 
 
 def test_signals():

@@ -263,6 +263,18 @@ def test_a_launch_for_each_part(launched, now, rows, schedule, capturing, want):
     assert all(arguments[OFFSETS_OF] is part for arguments, part in zip(given, ranges, strict=False))
 
 
+def test_a_product_that_counts_its_tiles(launched):
+    x, weight, ranges = zeros(R, K), zeros(E, 1000, K), zeros(10, dtype=INT32)
+    run, tiles = products.bind_counted_gemm(x, weight, None, STATIC)
+    assert run(x, weight, None, ranges).shape == (R, 1000)
+    ((compiled_for, arguments),) = launched
+    assert compiled_for["signals"]
+    config = compiled_for["config"]
+    assert tiles == (config.tile_m, -(-1000 // config.tile_n))
+    assert arguments[DYNAMIC] == 0
+    assert arguments[OFFSETS_OF] is ranges
+
+
 @pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 33), (2, 2), (-1, 2)])
 def test_ranks_whose_rows_no_warp_can_divide(rank, ranks):
     with pytest.raises(ValueError, match=f"^rank {rank} of {ranks} ranks: expected one of 2 to 32 ranks"):

@@ -85,14 +85,14 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
 @pytest.mark.parametrize(
     "name",
     ["gather", "gather of 32-bit ids", "gather of codes", "gather of codes alone", "codes in the order of experts",
-     "return", "return without values"],
+     "return", "return without values", "return beside a product", "return beside an FP8 product"],
 )  # fmt: skip
 def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
     few = {"SEND_CTAS": 2, "TOTAL_CTAS": 3, "SCATTER_CTAS": 4, "SCATTER_SMS": 2, "SCATTER_ARRIVALS": 2 * SCATTER_WARPS}
     for owner, sizes in ((functions, few), (direct, {"FEW_SMS": 2})):
         for size, value in sizes.items():
             monkeypatch.setattr(owner, size, value)
-    (found,) = (subject for subject in DIRECT if subject.name == name)
+    found = next(subject for subject in DIRECT if subject.name == name)
     made = replace(found, experts=4, top_k=4, rows=256, hidden=64, intermediate=64).make(CPU)
     got = made.results(made.call("zipf", "dynamic"))
     assert len(got) >= 2

@@ -6,9 +6,10 @@ otherwise, so that the results have the same bits (kernels/rows/move/ranges.py).
 plain steps, in the same order. So it does not matter if the ranks choose different steps.
 
 With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
-SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank. With another engine, the
-product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs to
-the kernels of the exchange, except in the first layer: the expert ids, by which rows are sorted, have arrived, so these
+SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank, and a kernel that sums
+leaving rows follows the product. With another engine, the product is launched once for this rank's rows, and once for
+the others when they are there. It then leaves some SMs to the kernels of the exchange, except in the first layer: the
+expert ids, by which rows are sorted, have arrived, so these
 kernels have their SMs.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
@@ -40,8 +41,8 @@ from fusedmoe.ops.exchange.fixed import GatherTokens, ReturnTokens, sum_over_ran
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
 PUSH_SMS = 12  # of the kernel that copies sums to other ranks, an even number
-LEAST_US = 25.0  # of the product of a rank's rows, which leave before others: a launch takes a few
-QUICK_US = 6.0  # of the same, for which nothing is hidden
+PUSH_SUMS_SMS = 20  # of the kernel that sums rows for other ranks, an even number
+QUICK_US = 6.0  # of the product of a rank's rows, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 550, 300, 800, 3000
@@ -165,16 +166,15 @@ class Ranges:
         scatter(codes, scale, row_of_slot, rows, arrived, blocks.view(self._ranks, -1))
         return rows, [Part(blocks, beside=True)]
 
-    def leaving(self, offsets: Tensor, token_of_row: Tensor, steps: Sequence[range], beside: bool) -> list[Part]:
-        """Return the rows of the ranks of each range of steps, and last this rank's own; step s is rank ``rank - s``.
+    def leaving(self, offsets: Tensor, token_of_row: Tensor) -> Tensor:
+        """Return the blocks of all rows, in the order in which they leave: last this rank's own."""
+        return self._run(offsets, token_of_row, 0, True)
 
-        - ``beside``: whether all parts except the first begin beside the launch before them.
-        """
-        blocks = self._run(offsets, token_of_row, 0)
+    def before_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[Part, Part]:
+        """Return the rows of the other ranks, and this rank's own."""
+        blocks = self.leaving(offsets, token_of_row)
         size = blocks.shape[0] // self._ranks
-        # step s is the block P - s
-        parts = [blocks[(self._ranks - of.stop + 1) * size : (self._ranks - of.start + 1) * size] for of in steps]
-        return [Part(part, beside and i > 0) for i, part in enumerate([*parts, blocks[:size]])]
+        return Part(blocks[:-size]), Part(blocks[-size:])
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
@@ -197,10 +197,8 @@ def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequ
 class Leaving(Protocol):
     """Sums for other ranks that leave in one call."""
 
-    def leave(self, steps: range) -> None:
-        """Let the sums for some ranks leave: step s is rank ``this rank - s``. Each step from 1 to P - 1 leaves once,
-        in this order, after the launch that gives its rows.
-        """
+    def leave(self) -> None:
+        """Let the sums leave, after the launch that gives their rows."""
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         """Return the results of this rank's tokens, and the sums of the values."""
@@ -228,11 +226,15 @@ class Returns:
         self.tokens, self.every = tokens, row_of_slot.shape[0]
         each = self.every // self.ranks
         self.own = slice(self.rank * each, (self.rank + 1) * each)
-        self.steps = range(1, self.ranks)
 
-    def groups(self, us: float) -> list[range]:
-        """Return the steps that leave together, if the product of one step's rows takes this time."""
-        return [self.steps]
+    def sums_of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None) -> list[tuple[slice, Any]]:
+        """Return the places of the tokens of other ranks, in one piece or two, and the sum over slots of each."""
+        of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
+        return [
+            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
+            for there in of_others
+            if there.start < there.stop
+        ]
 
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
@@ -254,12 +256,7 @@ class ReturnsByExchange(Returns):
         tokens: int,
     ) -> None:
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
-        of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
-        self.sums = [
-            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
-            for there in of_others
-            if there.start < there.stop
-        ]
+        self.sums = self.sums_of_others(rows, row_of_slot, scale)
         self.of_values = None if values is None else slot_functions.bind_slot_values(values, row_of_slot)
         self.over_ranks = None
         if self.ranks == 2 and tokens:
@@ -288,8 +285,7 @@ class _Exchanged:
     ) -> None:
         self._returns, self._given, self._values = returns, (rows, row_of_slot, scale), values
 
-    def leave(self, steps: range) -> None:
-        assert steps == self._returns.steps
+    def leave(self) -> None:
         returns, (rows, row_of_slot, scale) = self._returns, self._given
         self._parts = rows.new_empty(returns.every, rows.shape[1])
         for there, total in returns.sums:
@@ -335,28 +331,11 @@ class ReturnsByKernels(Returns):
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
         self.first = 0 if values is not None else 1
-        self.sums = {  # by the number of tokens
-            count * each: slot_functions.bind_sum_slots(rows, row_of_slot[: count * each], None)
-            for count in range(1, self.ranks)
-        }
+        self.sums = self.sums_of_others(rows, row_of_slot, None)
         like = rows.new_empty(0, columns)
         self.push = exchange_functions.bind_push(like, row_of_slot, values, at_parts, at_values, PUSH_SMS)
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
-
-    def groups(self, us: float) -> list[range]:
-        if us < LEAST_US:
-            return [self.steps]
-        return [range(step, step + 1) for step in self.steps]
-
-    def tokens_of(self, steps: range) -> list[slice]:
-        """Return the places of the tokens of the ranks of some steps, in one piece or two."""
-        each, first, last = self.every // self.ranks, self.rank - steps.stop + 1, self.rank - steps.start
-        if first < 0 <= last:
-            pieces = [(0, last), (first + self.ranks, self.ranks - 1)]
-        else:
-            pieces = [(first % self.ranks, last % self.ranks)]
-        return [slice(begin * each, (end + 1) * each) for begin, end in pieces]
 
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
@@ -372,18 +351,58 @@ class _Pushed:
         self._channel = returns.engine.channel(returns.nbytes, returns.device, returns=True)
         self._sums = rows.new_empty(returns.every, rows.shape[1])  # not of this rank's tokens
 
-    def leave(self, steps: range) -> None:
+    def leave(self) -> None:
         returns, (rows, values, row_of_slot) = self._returns, self._given
-        for there in returns.tokens_of(steps):
-            returns.sums[there.stop - there.start](rows, row_of_slot[there], None, None, self._sums[there])
-        begin = returns.first if steps.start == 1 else steps.start
-        returns.push(self._channel.region, self._sums, values, row_of_slot, begin, steps.stop)
+        for there, total in returns.sums:
+            total(rows, row_of_slot[there], None, None, self._sums[there])
+        returns.push(self._channel.region, self._sums, values, row_of_slot, returns.first, returns.ranks)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         returns, (rows, _, row_of_slot) = self._returns, self._given
         sums = returns.total(self._channel.region, rows, row_of_slot[returns.own])
         returns.engine.returned()
         return sums
+
+
+class ReturnsOfProduct:
+    """Sums over slots of the rows that a product computes. Those for another rank leave as soon as their rows are
+    there: `PushSums` runs beside the product, and waits for its tiles.
+
+    - ``rows``, ``row_of_slot``, ``tokens``: as of `Returns`.
+    - ``ranges``: those of the rows.
+    - ``counted``: `products.bind_counted_gemm` of the operands, given the options.
+    """
+
+    def __init__(
+        self,
+        expert_parallel: ExpertParallel,
+        rows: Tensor,
+        row_of_slot: Tensor,
+        tokens: int,
+        ranges: Ranges,
+        counted: Callable[[KernelOptions], tuple[Callable[..., Tensor], tuple[int, int]]],
+        options: KernelOptions,
+    ) -> None:
+        (every, chosen), ranks, rank = row_of_slot.shape, expert_parallel.ranks, expert_parallel.rank
+        each, device = every // ranks, rows.device
+        (at_parts,), nbytes = exchange_functions.places([every * rows.shape[1] * rows.itemsize])
+        self._engine, self._nbytes, self._device = expert_parallel.engine, nbytes, device
+        self._ranges, self._own = ranges, slice(rank * each, (rank + 1) * each)
+        self._product, tiles = counted(replace(options, exchange_sms=PUSH_SUMS_SMS))
+        self._push = exchange_functions.bind_push_sums(rows, row_of_slot, at_parts, tiles, PUSH_SUMS_SMS)
+        self._total = exchange_functions.bind_total(rows, tokens, chosen, None, each, at_parts, at_parts)
+
+    def run(
+        self, given: Sequence[Any], rows: Tensor, row_of_slot: Tensor, offsets: Tensor, token_of_row: Tensor
+    ) -> Tensor:
+        """Return the results of this rank's tokens, and write the ``rows`` of the product of the ``given`` tensors."""
+        channel = self._engine.channel(self._nbytes, self._device, returns=True)
+        blocks = self._ranges.leaving(offsets, token_of_row)
+        self._product(*given, blocks, rows)
+        self._push(channel.region, rows, row_of_slot, blocks)  # nothing may come before: it begins beside the product
+        y, _ = self._total(channel.region, rows, row_of_slot[self._own])
+        self._engine.returned()
+        return y
 
 
 def bind_returns(expert_parallel: ExpertParallel, *args: Any) -> Returns:

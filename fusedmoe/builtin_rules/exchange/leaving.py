@@ -19,6 +19,7 @@ from fusedmoe.builtin_rules.exchange.beside import (
     FP8_TFLOPS,
     TFLOPS,
     Ranges,
+    ReturnsOfProduct,
     beside_exchange,
     bind_returns,
     experts_beside,
@@ -107,11 +108,13 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         )  # fmt: skip
 
     def _bind(
-        self, ctx: PlanContext, product: Callable[[KernelOptions, bool], Run], weight: Tensor, offsets: Tensor,
+        self, ctx: PlanContext, product: Callable[[KernelOptions, bool], Run],
+        counted: Callable[[KernelOptions], tuple[Run, tuple[int, int]]], weight: Tensor, offsets: Tensor,
         expert_index: Tensor, row_of_slot: Tensor, token_of_row: Tensor, probs: Tensor | None = None,
     ) -> Run:  # fmt: skip
         """Return the step. ``product(options, ranges)`` is a function of the operands, the bias, the offsets or parts,
-        two Nones, and the rows to write; see `products.bind_grouped_gemm`.
+        two Nones, and the rows to write; see `products.bind_grouped_gemm`. ``counted(options)`` is the result of
+        `products.bind_counted_gemm`, with a function of the operands, the bias, the blocks and the rows.
         """
         expert_parallel, options, keep = self.back.expert_parallel, ctx.options, ctx.keep
         guards.contiguous("a routing index", row_of_slot, token_of_row)
@@ -119,14 +122,24 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         row_bytes, row_flops = features * dtype.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, self.tflops)
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
-        beside = beside_exchange(options, expert_parallel)
-        us = us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops)
-        quick, by_kernels = is_quick(expert_parallel, us), expert_parallel.engine.by_kernels
-        of_others, of_own = (product(of_part, not quick) for of_part in (options, beside))
-        count = token_of_row.shape[0]
+        quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops))
+        count, operands = token_of_row.shape[0], self.operands
         like = weight.new_empty(count, features, dtype=dtype)
+        if expert_parallel.engine.by_kernels and not quick and count:  # without rows, there is no product to follow
+            sums = ReturnsOfProduct(
+                expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options
+            )  # fmt: skip
+
+            def run_counted(*tensors: Any) -> Any:
+                given, (offsets, _, _, row_of_slot, token_of_row) = tensors[:operands], tensors[operands:]
+                rows = token_of_row.new_empty(count, features, dtype=dtype)
+                y = sums.run(given, rows, row_of_slot, offsets, token_of_row)
+                return (y, rows) if keep else y
+
+            return run_counted
+        beside = beside_exchange(options, expert_parallel)
+        of_others, of_own = (product(of_part, not quick) for of_part in (options, beside))
         returns = bind_returns(expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0])
-        groups, operands = returns.groups(us), self.operands
 
         def run(*tensors: Any) -> Any:
             given, (offsets, _, _, row_of_slot, token_of_row, *factor) = tensors[:operands], tensors[operands:]
@@ -135,12 +148,11 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
             leaving = returns.begin(rows, row_of_slot, probs)
             if quick:
                 of_own(*given, offsets, None, None, rows)
-                leaving.leave(returns.steps)
+                leaving.leave()
             else:
-                *others, own = ranges.leaving(offsets, token_of_row, groups, by_kernels)
-                for part, steps in zip(others, groups, strict=True):
-                    of_others(*given, [part], None, None, rows)
-                    leaving.leave(steps)
+                others, own = ranges.before_own(offsets, token_of_row)
+                of_others(*given, [others], None, None, rows)
+                leaving.leave()
                 of_own(*given, [own], None, None, rows)
             y, _ = leaving.finish()
             return (y, rows) if keep else y
@@ -162,7 +174,10 @@ class GemmOfLeavingRows(OnSm90, _GemmOfLeavingRows, name="sm90.gemm_of_leaving_r
         def product(options: KernelOptions, ranges: bool) -> Run:
             return products.bind_grouped_gemm(x, weight, bias, None, options, ranges=ranges)
 
-        return self._bind(ctx, product, weight, offsets, expert_index, *of_rows)
+        def counted(options: KernelOptions) -> tuple[Run, tuple[int, int]]:
+            return products.bind_counted_gemm(x, weight, bias, options)
+
+        return self._bind(ctx, product, counted, weight, offsets, expert_index, *of_rows)
 
 
 class Fp8GemmOfLeavingRows(OnFp8, _GemmOfLeavingRows, name="sm90.fp8_gemm_of_leaving_rows", direction="forward"):
@@ -185,7 +200,11 @@ class Fp8GemmOfLeavingRows(OnFp8, _GemmOfLeavingRows, name="sm90.fp8_gemm_of_lea
         def product(options: KernelOptions, ranges: bool) -> Run:
             return of_codes(products.bind_grouped_gemm(*operands, bias, None, options, ranges=ranges), *operands)
 
-        return self._bind(ctx, product, weight, offsets, expert_index, *of_rows)
+        def counted(options: KernelOptions) -> tuple[Run, tuple[int, int]]:
+            run, tiles = products.bind_counted_gemm(*operands, bias, options)
+            return of_codes(run, *operands), tiles
+
+        return self._bind(ctx, product, counted, weight, offsets, expert_index, *of_rows)
 
 
 class _WgradBesideExchange(FusionRule, name="wgrad_beside_exchange", direction="backward"):
@@ -240,7 +259,7 @@ class _WgradBesideExchange(FusionRule, name="wgrad_beside_exchange", direction="
             main_grad = wgrad.main_grad()
             rows = dgrad(*given, offsets)
             leaving = returns.begin(rows, row_of_slot, None, grad_probs)
-            leaving.leave(returns.steps)
+            leaving.leave()
             grad_weight = wgrad(main_grad, *of_wgrad(*given, offsets))
             return grad_weight, *leaving.finish()
 

@@ -9,7 +9,7 @@ data of the current exchange follow. Exchanges have numbers, which are the same 
 - ``NUMBER``: the last exchange that this rank has completed. Its kernels read the number of the current exchange here,
   so that a replayed CUDA graph has new numbers. The last kernel of an exchange writes it.
 - ``TICKETS + i``: the CTAs of a kernel that have come to its end. The last one leaves it zero.
-- ``REPORT``: the address of two words in the host's memory. A kernel that has waited too long writes the rank
+- ``REPORT``: the address of two words in the host's memory, or 0. A kernel that has waited too long writes the rank
   that does not come, plus 1, and the number of the exchange there: no device memory can be read after its error.
 
 A rank writes data of an exchange only after every rank has completed the one before it. So one region serves all
@@ -46,12 +46,14 @@ def current(control: cute.Tensor) -> Int32:
 
 @cute.jit
 def give_up(control: cute.Tensor, rank: Int32, exchange: Int32) -> None:
-    """Report a rank that does not come, and end."""
-    address = cute.make_ptr(Int64, (control.iterator + REPORT).toint(), cute.AddressSpace.gmem, assumed_align=8)
-    report = cute.make_ptr(Int32, address.load(), cute.AddressSpace.gmem, assumed_align=4)
-    cute.arch.store(report + 1, exchange, sem="relaxed", scope="sys")
-    cute.arch.store(report, rank + 1, sem="release", scope="sys")
-    cute.arch.fence_acq_rel_sys()
+    """Report a rank that does not come, if there is an address for that, and end."""
+    word = cute.make_ptr(Int64, (control.iterator + REPORT).toint(), cute.AddressSpace.gmem, assumed_align=8)
+    address = word.load()
+    if address != 0:
+        report = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=4)
+        cute.arch.store(report + 1, exchange, sem="relaxed", scope="sys")
+        cute.arch.store(report, rank + 1, sem="release", scope="sys")
+        cute.arch.fence_acq_rel_sys()
     trap()
 
 
@@ -69,6 +71,20 @@ def wait_for(control: cute.Tensor, number: Int32, exchange: Int32, patience: Int
             seen = cute.arch.load(word, Int32, sem="acquire", scope="sys")
             if cute.arch.globaltimer() - begin > patience:
                 give_up(control, number % MOST_RANKS, exchange)
+
+
+@cute.jit
+def wait_for_count(
+    control: cute.Tensor, counter: cute.Pointer, count: Int32, rank: Int32, exchange: Int32, patience: Int64
+) -> None:
+    """Wait until a counter of this GPU has a number. One thread calls this.
+
+    After ``patience`` nanoseconds, the kernel reports this ``rank``, and ends with an error.
+    """
+    begin = cute.arch.globaltimer()
+    while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < count:
+        if cute.arch.globaltimer() - begin > patience:
+            give_up(control, rank, exchange)
 
 
 @cute.jit

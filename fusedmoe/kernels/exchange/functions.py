@@ -26,6 +26,7 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.rows.move.slot_functions import slots_at_once
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
 MOST_CHOSEN = 32  # a lane of a warp each
@@ -300,6 +301,38 @@ def bind_push(
         kernel(
             sums_AH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1), peers, control, rank,
             every // peers.shape[0], chosen, begin, end, at_parts, at_values, patience, sms,
+        )  # fmt: skip
+
+    return run
+
+
+def bind_push_sums(
+    rows_RH: Tensor, row_of_slot_AK: Tensor, at_parts: int, tiles: tuple[int, int], sms: int
+) -> Callable[..., None]:
+    """Begin a return beside the product that computes the rows: of ``(region, rows, row_of_slot, blocks)``, sum the
+    rows over the slots of the tokens of other ranks, and store the sums in their memory.
+
+    The launch before it on the stream is the product, of `sm90.products.bind_counted_gemm`. The rows of each rank leave
+    when it has counted the tiles up to the block of the rank.
+
+    - ``rows_RH``: (R, H), which the product writes.
+    - ``row_of_slot_AK``: (P*N, K) int64, by the ranks of the tokens, R for a sentinel. K is at most
+      `limits.MOST_SLOTS_BESIDE`.
+    - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave.
+    - ``at_parts``: the first byte of the parts (P, N, H) in a region.
+    - ``tiles``: the rows of a tile of the product, and its column tiles.
+    - ``sms``: the SMs of the kernel, an even number, which the product leaves free.
+    """
+    from fusedmoe.kernels.exchange.push_sums import PushSums  # deferred: imports the CuTe DSL
+
+    every, chosen = row_of_slot_AK.shape
+    kernel = load(PushSums(NAMES[rows_RH.dtype], slots_at_once(chosen), arch=kernel_arch(rows_RH.device)))
+
+    def run(region: Region, rows_RH: Tensor, row_of_slot_AK: Tensor, blocks: Tensor) -> None:
+        peers, control, rank, patience = region
+        kernel(
+            rows_RH, row_of_slot_AK.view(-1), blocks, peers, control, rank, every // peers.shape[0], chosen,
+            *tiles, at_parts, patience, sms,
         )  # fmt: skip
 
     return run

@@ -221,6 +221,7 @@ class RaggedMKey:
     options: KernelOptions
     gather: bool
     ranges: bool
+    signals: bool = False  # whether the tiles of each block of ranges are counted
 
 
 class RaggedMLaunch(NamedTuple):
@@ -232,14 +233,15 @@ class RaggedMLaunch(NamedTuple):
     """
 
     run: Callable[..., None]
-    tile_n: int  # columns of a tile
+    tile_m: int = 1  # rows of a tile
+    tile_n: int = 1  # columns of a tile
 
 
 @functools.lru_cache(maxsize=4096)
 def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     """Make the launch of a ragged M product; cached, since that takes as long as a launch."""
     if not key.rows:
-        return RaggedMLaunch(_of_parts(_no_kernel, key.device) if key.ranges else _no_kernel, 1)
+        return RaggedMLaunch(_of_parts(_no_kernel, key.device) if key.ranges else _no_kernel)
     device, schedule = key.device, key.options.schedule
     sms, of_tiles = sms_for(device, key.options), sms_for_tiles(device, key.options)
     problem = Problem(
@@ -248,7 +250,7 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     config = key.choose(problem)
     kernel = ragged_m_kernel(
         dtype=NAMES[key.dtype], scales=key.scales, b_major=key.b_major, epilogue=key.epilogue, config=config,
-        gather=key.gather, ranges=key.ranges,
+        gather=key.gather, ranges=key.ranges, signals=key.signals,
     )  # fmt: skip
     no_bias, no_scale = placeholders(device, key.dtype if key.scales is None else torch.bfloat16)
     # the fields of `RaggedMArguments` from ``limit`` to ``ctas``; to make that tuple in each launch takes 0.4 us
@@ -284,7 +286,7 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
         run(*codes, offsets, bias, row_scale, a.scale, b.scale, *tensors, beside=beside)
 
     launch: Callable[..., None] = run if key.scales is None else run_codes
-    return RaggedMLaunch(_of_parts(launch, device) if key.ranges else launch, config.tile_n)
+    return RaggedMLaunch(_of_parts(launch, device) if key.ranges else launch, config.tile_m, config.tile_n)
 
 
 def _of_parts(launch: Callable[..., None], device: torch.device) -> Callable[..., None]:
@@ -361,6 +363,7 @@ def ragged_m_kernel(
     config: TileConfig,
     gather: bool,
     ranges: bool,
+    signals: bool,
 ) -> Any:
     """Return the function that launches a ragged M kernel."""
     from fusedmoe.kernels.sm90.gemm.block_scales import BlockScaledRows  # deferred: imports the CuTe DSL
@@ -369,8 +372,12 @@ def ragged_m_kernel(
     from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
 
     kind: Any = {None: Plain, "blocks": BlockScaledRows, "expert": TensorScaled}[scales]
-    compiled = _compiled(epilogue)
-    return compiler.load(RaggedM(kind(dtype), config, b_major=b_major, epilogue=compiled, gather=gather, ranges=ranges))
+    return compiler.load(
+        RaggedM(
+            kind(dtype), config, b_major=b_major, epilogue=_compiled(epilogue), gather=gather, ranges=ranges,
+            signals=signals,
+        )
+    )  # fmt: skip
 
 
 def _compiled(epilogue: Epilogue) -> Any:

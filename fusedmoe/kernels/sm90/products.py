@@ -45,6 +45,7 @@ from fusedmoe.kernels.sm90.launch import (
     Codes,
     Epilogue,
     Operand,
+    Part,
     RaggedKKey,
     RaggedMKey,
     RaggedMLaunch,
@@ -111,6 +112,34 @@ def bind_grouped_gemm(
         return out
 
     return run
+
+
+def bind_counted_gemm(
+    x: Operand, weight: Operand, bias: Optional, options: KernelOptions
+) -> tuple[Callable[..., Tensor], tuple[int, int]]:
+    """Return `bind_grouped_gemm` of a product without a row scale that counts its tiles: a function of ``(x, weight,
+    bias, blocks, out=None)``, the rows of a tile, and the number of column tiles.
+
+    When the results of a tile are in memory, the product adds 2 to the counter of its block, with release semantics. A
+    range of the block with r rows has ``ceil(r / rows of a tile)`` row tiles, each with all column tiles.
+
+    A launch may begin beside the product, on the SMs that ``options`` leave free. It must not use the tile counter, nor
+    let others begin before it ends, and it must end after the product: see `exchange.functions.bind_push_sums`.
+
+    - ``blocks``: all blocks of `bind_row_ranges`.
+    """
+    rows, columns, same = _rows(x, None), values_of(weight).shape[1], isinstance(x, Tensor)
+    launch, tile_m, tile_n = _ragged_m(
+        "plain", x, weight, Epilogue(), options, None, bias=bias, ranges=True, signals=True
+    )
+
+    def run(x: Any, weight: Operand, bias: Optional, blocks: Tensor, out: Optional = None) -> Tensor:
+        if out is None:
+            out = x.new_empty(rows, columns) if same else x.codes.new_empty(rows, columns, dtype=torch.bfloat16)
+        launch(x, weight, [Part(blocks)], bias, None, out)
+        return out
+
+    return run, (tile_m, -(-columns // tile_n))
 
 
 def bind_grouped_gemm_activation(
@@ -307,7 +336,7 @@ def _bind_derivative(
     A gradient that is wanted without a row scale is that of a row scale of ones.
     """
     rows, device = preactivation.shape[0], preactivation.device
-    launch, tile_n = _ragged_m(
+    launch, _, tile_n = _ragged_m(
         family, grad_output, _by_columns(weight), epilogue, options, gather,
         activation=activation, row_scale=row_scale, ranges=ranges, unscaled=want_grad and row_scale is None,
     )  # fmt: skip
@@ -437,6 +466,7 @@ def _ragged_m(
     row_scale: Optional = None,
     unscaled: bool = False,
     ranges: bool = False,
+    signals: bool = False,
 ) -> RaggedMLaunch:
     """Return the launch of a ragged M product of operands like these. ``kind`` is the family of plain operands;
     ``unscaled``: a row scale of ones takes the place of the missing one.
@@ -452,6 +482,7 @@ def _ragged_m(
             dtype=values.dtype, scales=scales, rows=rows, experts=experts, columns=columns, depth=values.shape[1],
             b_major=b_major if scales is None else "k", epilogue=epilogue, constants=constants(activation),
             biased=bias is not None, scale=scale, options=options, gather=gather is not None, ranges=ranges,
+            signals=signals,
         )
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fusedmoe.kernels.build.kernel import Kernel
 from fusedmoe.kernels.exchange.pull import Pull
 from fusedmoe.kernels.exchange.push import Push
+from fusedmoe.kernels.exchange.push_sums import PushSums
 from fusedmoe.kernels.exchange.scatter import Scatter
 from fusedmoe.kernels.exchange.send import Send
 from fusedmoe.kernels.exchange.signal import Signal
@@ -184,8 +185,10 @@ def shipped() -> tuple[Kernel, ...]:
     kernels += [SumOnFewSms("bf16", at_once, adds=True) for at_once in SLOTS]
 
     # expert parallelism: products of ranges of rows, exchanges, sums with a received part
-    kernels += [RaggedM(Plain("bf16"), config, ranges=True) for config in CANDIDATES["plain"]]
-    kernels += [RaggedM(BlockScaledRows("e4m3"), config, ranges=True) for config in CANDIDATES["fp8_plain"]]
+    of_bf16 = itertools.product([Plain("bf16")], CANDIDATES["plain"])
+    of_codes = itertools.product([BlockScaledRows("e4m3")], CANDIDATES["fp8_plain"])
+    for operands, config in (*of_bf16, *of_codes):
+        kernels += [RaggedM(operands, config, ranges=True, signals=signals) for signals in (False, True)]
     for config, keep in itertools.product(CANDIDATES["activation"], (True, False)):
         epilogue = activation("swiglu", keep=keep)
         kernels.append(RaggedM(Plain("bf16"), config, epilogue=epilogue, gather=True, ranges=True))
@@ -207,5 +210,6 @@ def shipped() -> tuple[Kernel, ...]:
     ]
     kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
     kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
+    kernels += [PushSums("bf16", at_once) for at_once in SLOTS]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

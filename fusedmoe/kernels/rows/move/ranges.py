@@ -18,6 +18,11 @@ from its first row, and t the rows of a tile, the class of rank q has the tiles 
 Only the first ``divided`` experts are divided. All rows of the others, and the rows of no expert, the *tail*, are in
 the class of the last step: a product that takes one class after the other reads the weights of such an expert once.
 
+A block of the result has the ranges of one class, and two more elements: a *counter*, zero at first, to which a product
+adds when results are in memory, and a *word*, which tells a product that rows have arrived. The blocks are in the order
+of the steps, in which rows arrive, or in the reverse order, in which they *leave*: a rank's rows are in the blocks up
+to its own, in either order.
+
 A warp has one expert, and its lane q searches b(q): there are at most 32 ranks.
 
 Axes: R rows sorted by expert, E experts, P ranks.
@@ -48,22 +53,23 @@ class RowRanges(WarpKernel):
         return f"sm90_row_ranges_{self.tile}"
 
     def compile(self) -> Any:
-        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 1
-        elements as one vector, all int32, ``rank``, P, N, ``divided``, and the word of each step but 0.
+        """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
+        elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
+        blocks are in the order in which rows leave.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
-        return self.compiled_for(*vectors, *[Int32(0)] * 5)
+        return self.compiled_for(*vectors, *[Int32(0)] * 6)
 
     @cute.jit
-    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, stream):
+    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, stream):
         grid = (cute.ceil_div(cute.size(offsets) + 1, WARPS), 1, 1)
-        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word).launch(
+        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word, leaving).launch(
             grid=grid, block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word):
+    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving):
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         expert = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -81,11 +87,15 @@ class RowRanges(WarpKernel):
             elif step == ranks - 1:
                 end = stop
             if lane < ranks:
-                block = step * (2 * (experts + 1) + 1)
+                place = step
+                if leaving != 0:
+                    place = ranks - 1 - step
+                block = place * (2 * (experts + 1) + 2)
                 blocks[block + expert] = first
                 blocks[block + experts + 1 + expert] = end
                 if expert == experts:
-                    blocks[block + 2 * (experts + 1)] = 0 if step == 0 else word
+                    blocks[block + 2 * (experts + 1)] = 0
+                    blocks[block + 2 * (experts + 1) + 1] = 0 if step == 0 else word
 
     @cute.jit
     def of_class(self, tokens, start, stop, rank, ranks, each, lane):

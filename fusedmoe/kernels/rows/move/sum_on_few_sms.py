@@ -85,12 +85,21 @@ class SumOnFewSms(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        staged = self.allocate(rows, warp)
+        self.sum_tokens(rows, row_of_slot, addend, out, chosen, cta * WARPS + warp, ctas * WARPS, staged)
+
+    def allocate(self, rows, warp):
+        """The stages of a lane."""
         layout = cute.make_layout((VECTOR, LANES, self.copies, self.stages, WARPS))
-        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)[None, lane, None, None, warp]
+        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)
+        return staged[None, cute.arch.lane_idx(), None, None, warp]
+
+    @cute.jit
+    def sum_tokens(self, rows, row_of_slot, addend, out, chosen, token, stride, staged):
+        """Sum a warp's share of the tokens: from ``token`` on, every ``stride``-th one."""
+        lane = cute.arch.lane_idx()
         blocks = cute.ceil_div(out.shape[1], VECTOR * LANES * self.vectors)
-        token, stride = cta * WARPS + warp, ctas * WARPS
         walk = Walk(out.shape[0], stride, out.shape[1] // VECTOR, blocks)
         steps = cute.ceil_div(out.shape[0] - token, stride) * blocks
         ahead, now = (token, Int32(0)), (token, Int32(0))

@@ -66,6 +66,7 @@ class Arguments(NamedTuple):
     rows: Int32
     n: Int32
     scales: Any = None  # of A and of B, if there is one per expert
+    counters: Any = None  # vector with the counters of tiles, if they are counted
 
 
 class Block(NamedTuple):

@@ -191,6 +191,11 @@ class Gemm(ABC):
         """The type of the tiles that the math warps take."""
 
     @property
+    def counts(self) -> bool:
+        """Whether tiles are counted when their results are in memory."""
+        return self.tile_kind is tiles.TileWithCounter
+
+    @property
     def box_bytes(self) -> int:
         return BOX * self.box_element.width // 8
 
@@ -408,6 +413,7 @@ class Gemm(ABC):
                 pass_turn(group)
 
         consumed = Int32(0)  # stages of A and B
+        counter = Int32(-1)  # of the tile before
         inputs = pipeline.make_pipeline_state(CONSUMER, max(self.load_stages, 1))
         turn = Int32(0)
         turn, tile = tiles.take(rings.tiles, turn, shared.slots, self.tile_kind)
@@ -416,6 +422,8 @@ class Gemm(ABC):
             if const_expr(config.pingpong):
                 mine = turn % 2 != group  # `turn` is that of the next tile
             if mine:
+                if const_expr(self.counts and config.pingpong):  # while the other warpgroup has the tensor cores
+                    self.count(counter, group, thread, env)
                 if const_expr(config.pingpong):
                     cute.arch.barrier(barrier_id=TURN_BARRIER + group, number_of_threads=2 * WARPGROUP)
                 if tile.depth > 0:
@@ -426,11 +434,37 @@ class Gemm(ABC):
                     acc.fill(0.0)
                     if const_expr(config.pingpong):
                         pass_turn(group)
+                if const_expr(self.counts and not config.pingpong):  # the stores have had a mainloop to complete
+                    self.count(counter, group, thread, env)
                 inputs = self.finish(acc, tile, consumer, inputs, env)
+                if const_expr(self.counts):
+                    counter = tile.counter
             consumed += tile.depth
             turn, tile = tiles.take(rings.tiles, turn, shared.slots, self.tile_kind)
-        if thread < 32:
+        if const_expr(self.counts):
+            self.count(counter, group, thread, env)
+        elif thread < 32:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def count(self, counter, group, thread, env):
+        """Count a tile, an element of ``env.counters``, after its results are in memory; -1 counts none.
+
+        A tile counts 2: 1 for each of two cooperative warpgroups, which store parts of it. The release of the thread
+        that counts covers the stores of FP8 products by all threads before the barrier. It has issued those by TMA
+        itself: they are visible to it when they are complete.
+        """
+        if const_expr(self.operands.scaled):
+            cute.arch.barrier(barrier_id=STORE_BARRIER + group, number_of_threads=WARPGROUP)
+        if thread < 32:
+            if const_expr(not self.operands.scaled):
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+            if counter >= 0:
+                with cute.arch.elect_one():
+                    cute.arch.red(
+                        env.counters.iterator + counter, Int32(2 if self.config.pingpong else 1), op="add",
+                        dtype="s32", sem="release", scope="gpu",
+                    )  # fmt: skip
 
     def box_copies(self, thread) -> Copies:
         """Copies of a warpgroup's 64 rows of accumulators to a box and from one."""

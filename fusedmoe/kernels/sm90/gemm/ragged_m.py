@@ -26,6 +26,11 @@ So one descriptor is enough for all experts.
 number of the launch says so, not the kernel: every launch has the attribute, and one that begins in its turn waits at
 its start.
 
+**Signals.** A launch for ranges may count the tiles of each block whose results are in memory, for a kernel that begins
+beside it, once all CTAs of this launch have begun. The launch itself begins in its turn. A math warp adds a tile to its
+block's counter when its stores are complete. It waits for them where it has waited long already: before the stores of
+its next tile, with ping-pong tiles before its turn.
+
 **Gated activations** need the gate and the up value of an output in one thread. If the weight is ``[gate | up]``, a
 tile of B is half gate rows, half up rows, loaded by one descriptor. Columns j and j + tile_n / 2 of the accumulators
 then form a pair. If gate and up alternate, adjacent columns do.
@@ -105,6 +110,7 @@ class RaggedM(Gemm):
     epilogue: Epilogue = PLAIN
     gather: bool = False  # whether the rows of A are read through an index
     ranges: bool = False  # whether ``offsets`` has ranges of rows, see `scheduler.expert_rows`
+    signals: bool = False  # whether the tiles of each block of ranges are counted
 
     def __post_init__(self) -> None:
         formula = self.epilogue.formula
@@ -113,11 +119,15 @@ class RaggedM(Gemm):
             gather=self.gather, blocks=self.adjacent, formula=formula.name, interleaved=formula.interleaved,
         )  # fmt: skip
         legal.check(self.config, needs)
+        if self.signals and not (self.ranges and self.epilogue == PLAIN):
+            raise ValueError(
+                f"signals: expected ranges, without an activation, got ranges={self.ranges}, {self.epilogue.name!r}"
+            )
 
     @property
     def symbol(self) -> str:
         gather = "_gather" if self.gather else ""
-        ranges = "_ranges" if self.ranges else ""
+        ranges = ("_ranges" if self.ranges else "") + ("_signals" if self.signals else "")
         name = f"{self.operands.dtype}_b{self.b_major}_{self.epilogue.name}_{self.config.name}{self.operands.suffix}"
         return f"sm90_ragged_m{gather}{ranges}_{name}"
 
@@ -171,8 +181,15 @@ class RaggedM(Gemm):
 
     @property
     def tile_kind(self) -> type:
+        if self.signals:
+            return scheduler.TileWithCounter
         of_blocks = self.blocks is not None and self.blocks.places_blocks(self.epilogue.formula)
         return scheduler.TileWithBlock if of_blocks else scheduler.Tile
+
+    @property
+    def may_begin_early(self) -> bool:
+        """Whether a number of the launch says if it begins beside the launch before it."""
+        return self.ranges and not self.signals
 
     @property
     def store_stages(self) -> int:
@@ -268,7 +285,7 @@ class RaggedM(Gemm):
             Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
             self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
             Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k, experts,
-        ).launch(stream=stream, use_pdl=self.ranges, **self.grid(ctas))  # fmt: skip
+        ).launch(stream=stream, use_pdl=self.may_begin_early, **self.grid(ctas))  # fmt: skip
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
         """(R, count * W) as (R, W, count)."""
@@ -305,7 +322,9 @@ class RaggedM(Gemm):
     ):  # fmt: skip
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         shared, rings = self.shared_memory(layouts)
-        if const_expr(self.ranges):
+        if const_expr(self.signals):
+            cute.arch.griddepcontrol_launch_dependents()
+        if const_expr(self.may_begin_early):
             if numbers.dynamic != BESIDE:
                 cute.arch.griddepcontrol_wait()
         if warp_idx >= LOAD_WARP:
@@ -320,7 +339,7 @@ class RaggedM(Gemm):
                     offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
                     shared.slots, self.tile_kind, experts, self.ranges,
                 )  # fmt: skip
-                if const_expr(self.ranges):
+                if const_expr(self.may_begin_early):
                     cute.arch.griddepcontrol_wait()  # kernels after this one depend on both
             elif const_expr(self.gather):
                 if warp_idx >= self.gather_warp:
@@ -334,7 +353,7 @@ class RaggedM(Gemm):
         else:
             cute.arch.setmaxregister_increase(self.registers[1])
             of_experts = None if self.operands.staged else loads.scales
-            env = Arguments(outputs, bias, row_scale, numbers, rows, n, of_experts)
+            env = Arguments(outputs, bias, row_scale, numbers, rows, n, of_experts, offsets if self.signals else None)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
     def scheduled_rows(self, rows, outputs):

@@ -10,7 +10,8 @@ write zeros.
 
 A ragged M product may also compute given ranges of the experts' rows, in blocks (rows/move/ranges.py), one block after
 the other. Before the first tile of a block, the warp waits for the block's word in memory, which is not negative once
-the block's rows of A have arrived. The tiles of the blocks before it are computed meanwhile.
+the block's rows of A have arrived. The tiles of the blocks before it are computed meanwhile. A product with ``signals``
+also counts the tiles of each block whose results are in memory, for a kernel that runs beside it.
 
 | barrier | arrives | waits |
 |---|---|---|
@@ -64,6 +65,18 @@ class TileWithBlock(NamedTuple):
     block: Int32  # of 128 rows, if each expert's rows begin one: that of the first row
 
 
+class TileWithCounter(NamedTuple):
+    """A `Tile` of a ragged M product that counts the tiles of each block of ranges."""
+
+    expert: Int32
+    row: Int32
+    rows: Int32
+    column: Int32
+    place: Int32
+    depth: Int32
+    counter: Int32  # element of ``offsets`` that counts the tile; -1 for a tile past the last column
+
+
 @cute.jit
 def expert_rows(
     offsets: cute.Tensor,
@@ -76,12 +89,13 @@ def expert_rows(
     """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's.
 
     With ``ranges``, the rows of experts 0 to E need not follow each other. ``offsets`` has blocks of E + 1 first rows,
-    E + 1 ends, and the word that `wait_for_rows` reads. Expert e of block i has the number ``i * (E + 1) + e``.
+    E + 1 ends, a counter of tiles, and the word that `wait_for_rows` reads. Expert e of block i has the number ``i * (E
+    + 1) + e``.
     """
     first, end = Int32(0), Int32(0)
     if const_expr(ranges):
         size = experts + 1
-        at = expert + expert // size * (size + 1)
+        at = expert + expert // size * (size + 2)
         if at + size < cute.size(offsets):  # else it is past the last block
             first, end = offsets[at], offsets[at + size]
     else:
@@ -104,7 +118,7 @@ def wait_for_rows(offsets: cute.Tensor, experts: Int32, block: Int32, lane: Int3
     the kernel ends with an error. Until then, the exchange has ended with the error of a rank that does not come.
     """
     size, left, reads = 2 * (experts + 1), Int32(-1), Int32(0)
-    word = offsets.iterator + (cutlass.min(lane, block) * (size + 1) + size)
+    word = offsets.iterator + (cutlass.min(lane, block) * (size + 2) + size + 1)
     while cute.arch.vote_any_sync(left < 0):
         left = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
         reads += 1
@@ -323,7 +337,7 @@ def schedule_ragged_m(
     lane = cute.arch.lane_idx()
     last = cute.size(offsets)  # the number of the last expert: that of the tail
     if const_expr(ranges):
-        last = cute.size(offsets) // (2 * (experts + 1) + 1) * (experts + 1) - 1
+        last = cute.size(offsets) // (2 * (experts + 1) + 2) * (experts + 1) - 1
     else:
         experts = last
     there = Int32(0)  # blocks of ranges whose rows have arrived
@@ -365,6 +379,10 @@ def schedule_ragged_m(
             if const_expr(kind is TileWithBlock):
                 start = cute.arch.shuffle_sync(blocks, owner) - cute.ceil_div(own, SCALE_BLOCK)
                 found = TileWithBlock(*found, start + row // SCALE_BLOCK)  # type: ignore[assignment]
+            if const_expr(kind is TileWithCounter):
+                counter = block * (2 * (experts + 1) + 2) + 2 * (experts + 1)
+                counter = cutlass.select_(column < tiles_n, counter, Int32(-1))
+                found = TileWithCounter(*found, counter)  # type: ignore[assignment]
             state = put(ring, state, slots, lane, found)
             tile = next_tile(tile, share, lane, turn)
             turn += 1
