@@ -1,4 +1,5 @@
-"""A check of machine code (SASS): no load from shared memory is outstanding when the memory is released.
+"""Checks of machine code (SASS): no load from shared memory is outstanding when the memory is released, and no access
+to memory uses an address before it is computed.
 
 A warp releases shared memory that it has read by an arrival at an mbarrier. The hardware may perform the arrival before
 an earlier load of the same warp, unless an instruction in between waits for the load. A use of the loaded value is such
@@ -9,6 +10,10 @@ counters, and decrements it when it completes. Each instruction has a mask of co
 issues. Loads from shared memory of a warp complete in order, so a counter of a later load covers the loads before it;
 ptxas relies on that too, and gives many loads no counter of their own. These numbers are in bits 105 to 125 of an
 instruction, which nvdisasm prints with ``-hex``. They are not documented; the layout is that of Volta and later.
+
+**Cycles.** Arithmetic has no counters: an instruction has a number of cycles before the next one may issue. ptxas 13.0
+leaves one cycle too few between a 64-bit address and its use if a read of the global timer is scheduled between them.
+An H100 then uses the old upper half of the address.
 """
 
 import re
@@ -21,19 +26,25 @@ TARGET = re.compile(r"`\((\.L_\w+)\)")
 OFFSET = re.compile(r"\[[^\]]*\+(0x[0-9a-f]+)\]")
 GUARD = re.compile(r"@!?U?P\d+\s+")
 LOADS = ("LDS", "LDSM")
+ADDRESS = re.compile(r"IMAD\.WIDE\S* (R\d+),")
+ADDRESS_CYCLES = 5  # after which memory may be accessed there
+ACCESSES = ("LDG", "STG", "LDGSTS", "ATOMG", "RED", "LD", "ST", "ATOM")
 ENDS = ("EXIT", "RET", "KILL")
 NO_COUNTER = 7
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction; ``counter``: that of its result, or None; ``waits``: a mask of counters."""
+    """An instruction; ``counter``: that of its result, or None; ``waits``: a mask of counters; ``cycles``: those before
+    the next one.
+    """
 
     address: str
     text: str
     guarded: bool
     counter: int | None
     waits: int
+    cycles: int
 
     @property
     def opcode(self):
@@ -65,7 +76,7 @@ def parse(sass):
             instructions.append(
                 Instruction(
                     address, text[guard.end() :] if guard else text, bool(guard),
-                    None if counter == NO_COUNTER else counter, control >> 11 & 63,
+                    None if counter == NO_COUNTER else counter, control >> 11 & 63, control & 15,
                 )
             )  # fmt: skip
     return Code(instructions, labels)
@@ -144,4 +155,21 @@ def unsafe_releases(code, of_threads=(range(0), range(0))):
         left = [code.instructions[load] for load, cover in sorted(before[at].items()) if not cover & release.waits]
         if loads := [load for load in left if offset(load) not in memory]:
             found.append(f"{release} during {', '.join(map(str, loads))}")
+    return found
+
+
+def early_addresses(code):
+    """Return each access to memory at an address that is computed fewer than `ADDRESS_CYCLES` before, as a text."""
+    found = []
+    for at, computed in enumerate(code.instructions):
+        result = ADDRESS.match(computed.text)
+        if not result:
+            continue
+        passed = computed.cycles
+        for access in code.instructions[at + 1 :]:
+            if passed >= ADDRESS_CYCLES:
+                break
+            if access.opcode.split(".")[0] in ACCESSES and f"[{result[1]}.64" in access.text:
+                found.append(f"{access} {passed} cycles after {computed}")
+            passed += access.cycles
     return found

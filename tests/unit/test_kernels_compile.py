@@ -13,7 +13,7 @@ from kit import kernels
 from kit.compiled import compiled
 from kit.kept import contents
 from kit.kernels import BF16, BLOCKS, COLUMNS
-from kit.machine_code import unsafe_releases
+from kit.machine_code import early_addresses, unsafe_releases
 
 from fusedmoe.kernels.build.compiler import SYMBOL
 from fusedmoe.kernels.build.sources import sources_of
@@ -120,6 +120,7 @@ def test_products(symbol):
     (launch,) = compiled(kernel).values()
     assert launch.registers <= REGISTERS
     assert not unsafe_releases(launch.code, ring_of_tiles(kernel))
+    assert not early_addresses(launch.code)
     counted = isinstance(kernel, RaggedM) and kernel.signals  # a tile before another one, and the last
     if isinstance(kernel, RaggedM) and kernel.ranges:
         assert len(launch.matching("ATOMG")) == 1  # draws of tiles
@@ -336,6 +337,7 @@ def test_kernels_of_rows(kernel):
         assert not launch.matching(SPILLS + ("" if divides else "|CALL"))
         atomics = isinstance(kernel, (*MAXIMA, *EXCHANGES))
         assert atomics or not launch.matching(r"ATOMG|RED[G.]"), "counts in shared memory are atomic"
+        assert not early_addresses(launch.code)
     if isinstance(kernel, (QuantizeRows, QuantizeWeight)):
         assert any(launch.matching("CALL") for launch in launches.values()) is not kernel.power_of_two
     if isinstance(kernel, Route):

@@ -1,7 +1,9 @@
-"""The check of machine code: which loads from shared memory may be outstanding at a release."""
+"""The checks of machine code: which loads from shared memory may be outstanding at a release, and which addresses are
+used too early.
+"""
 
 import pytest
-from kit.machine_code import parse, unsafe_releases
+from kit.machine_code import early_addresses, parse, unsafe_releases
 
 
 def sass(*lines):
@@ -47,3 +49,26 @@ FENCE = ("- 000000 MEMBAR.ALL.CTA", "1 000010 FENCE.VIEW.ASYNC.S")
 )
 def test_releases(lines, unsafe):
     assert len(unsafe_releases(parse(sass(*lines, END)))) == unsafe
+
+
+@pytest.mark.parametrize(
+    ("lines", "early"),
+    [
+        (("1 IMAD.WIDE R6, R6, 0x4, R4", "3 CS2R R8, SR_GLOBALTIMERLO"), 1),  # as ptxas 13.0 has it
+        (("1 IMAD.WIDE R6, R6, 0x4, R4", "4 CS2R R8, SR_GLOBALTIMERLO"), 0),
+        (("5 IMAD.WIDE.U32 R6, R6, 0x4, R4",), 0),
+        (("4 IMAD.WIDE.U32 R6, R6, 0x4, R4",), 1),
+        (("4 IMAD.WIDE R8, R6, 0x4, R4",), 0),  # another address
+    ],
+)
+@pytest.mark.parametrize(
+    "access", ["@!P0 LDG.E.STRONG.GPU R3, desc[UR14][R6.64+-0x8]", "STG.E desc[UR14][R6.64], R9"]
+)
+def test_addresses(lines, early, access):
+    counted = [line.split(maxsplit=1) for line in lines]
+    text = sass(*[f"- 000000 {instruction}" for _, instruction in counted], f"- 000000 {access}", END)
+    for cycles, instruction in counted:
+        before, found, after = text.partition(instruction)
+        control = f"{(int(cycles) | 7 << 5 | 7 << 8) << 41:016x}"
+        text = before + found + after.replace(f"{(7 << 5 | 7 << 8) << 41:016x}", control, 1)
+    assert len(early_addresses(parse(text))) == early

@@ -81,10 +81,13 @@ def wait_for_count(
 
     After ``patience`` nanoseconds, the kernel reports this ``rank``, and ends with an error.
     """
-    begin = cute.arch.globaltimer()
-    while cute.arch.load(counter, Int32, sem="acquire", scope="gpu") < count:
-        if cute.arch.globaltimer() - begin > patience:
-            give_up(control, rank, exchange)
+    seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+    if seen < count:  # the timer is not read before: ptxas 13 then loads from an address that is not computed yet
+        begin = cute.arch.globaltimer()
+        while seen < count:
+            seen = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")
+            if cute.arch.globaltimer() - begin > patience:
+                give_up(control, rank, exchange)
 
 
 @cute.jit
