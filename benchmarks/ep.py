@@ -409,7 +409,7 @@ def host_syncs(call: Callable[[], Any]) -> int:
     return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
-_COMMUNICATES = re.compile(r"nccl|symm|kernel_(Send|Pull|Push|Total|Signal)arch", re.IGNORECASE)
+_COMMUNICATES = re.compile(r"nccl|symm|kernel_(Send|Pull|Push|PushSums|Total|Signal)arch", re.IGNORECASE)
 _ALONE = re.compile(r"kernel_(Send|Total|Signal)arch")  # no product runs beside these
 
 

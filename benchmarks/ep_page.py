@@ -1,8 +1,8 @@
-"""The part of docs/benchmarks.md about expert parallelism, from the ``ep.json`` of each GPU that has one."""
+"""The parts of docs/benchmarks.md and docs/expert_parallel.md with the figures of each ``ep.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.ep import REFERENCE
@@ -21,7 +21,7 @@ peak of memory includes the buffers of `symmetric`. The rows without communicati
 the measurement, and so not in its peak. *SMs* are the most that a kernel of the communication takes beside products.
 The bandwidth of an exchange alone includes waits for other ranks and copies into buffers. The file `ep.json` also has
 quartiles, errors, plans and eager times. Without a GPU, the section runs a tiny layer on gloo.
-[Expert parallelism](expert_parallel.md#at-scale-on-paper) predicts steps on more GPUs.
+[Expert parallelism](expert_parallel.md#which-engine) has the steps of all engines side by side.
 """
 MEASURED = """\
 ### {ranks} x {machine}
@@ -39,6 +39,34 @@ NCCL {nccl}, torch {torch}, commit {commit}, medians of {reps} calls.
 def render(measured: Iterable[dict[str, Any]] = ()) -> str:
     """Return the section, with tables for each GPU that has results."""
     return "\n".join([SECTION, *map(_of_gpu, measured)])
+
+
+ENGINES = """\
+Milliseconds of one training step of one MoE layer, from tokens, expert ids and routing weights to results and
+gradients, with uniform random routing. {ranks} x {machine}, commit {commit};
+[details](benchmarks.md#expert-parallelism).
+
+{steps}
+"""
+
+
+def engines(measured: Iterable[dict[str, Any]]) -> str:
+    """Return the part of docs/expert_parallel.md: the steps of all candidates, side by side."""
+    return "\n".join(
+        ENGINES.format(
+            steps=_side_by_side(results["shapes"]), **{name: results[name] for name in ("ranks", "machine", "commit")}
+        )
+        for results in measured
+    )
+
+
+def _side_by_side(shapes: Sequence[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(row["name"] for shape in shapes for row in shape["rows"]))
+    rows = []
+    for shape in shapes:
+        ms = {row["name"]: row["ms"] for row in shape["rows"]}
+        rows.append([*_head(shape), shape["recipe"], *(_number(ms.get(name), ".2f") for name in names)])
+    return table(["shape", "tokens per rank", "recipe", *names], rows)
 
 
 def _of_gpu(results: dict[str, Any]) -> str:

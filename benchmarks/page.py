@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import activations, demo, ep_model_page, ep_page, ep_train, layer_page, marked, mlp, recipes_page
+from benchmarks import activations, demo, ep_page, ep_train, layer_page, marked, mlp, recipes_page
 from benchmarks.fp8 import page as fp8_page
 from benchmarks.marked import table
 from benchmarks.results import ROOT
@@ -17,7 +17,7 @@ from benchmarks.train import page as train_page
 
 PAGE = ROOT.parent / "docs" / "benchmarks.md"
 FP8_PAGE, RECIPES_PAGE = PAGE.with_name("fp8.md"), PAGE.with_name("recipes.md")
-SCALE = PAGE.with_name("expert_parallel.md")
+EP_PAGE = PAGE.with_name("expert_parallel.md")
 PICTURES, PICTURE = PAGE.parent / "_static", "nvidia-h100-80gb-hbm3-mlp-forward-backward.png"
 ALL_RESULTS = ROOT / "results"  # with a folder per machine
 RESULTS = ALL_RESULTS / "nvidia-h100-80gb-hbm3"
@@ -303,12 +303,10 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
     return "\n".join(parts)
 
 
-def render_scale(folder: Path = LAYER_RESULTS, machines: Path = ALL_RESULTS) -> str:
-    """Return docs/expert_parallel.md with the predictions."""
-    layer = load(folder, "layer")
-    assert layer is not None, f"{folder}: no layer.json"
-    part = ep_model_page.render(layer, load_ep(machines))
-    return marked.filled(SCALE.read_text(encoding="utf-8"), {"scale": part}, "docs/expert_parallel.md")
+def render_ep(machines: Path = ALL_RESULTS) -> str:
+    """Return docs/expert_parallel.md with the measured steps."""
+    part = ep_page.engines(load_ep(machines))
+    return marked.filled(EP_PAGE.read_text(encoding="utf-8"), {"engines": part}, "docs/expert_parallel.md")
 
 
 def render_fp8(folder: Path = LAYER_RESULTS, compared: Path = COMPARED, trained: Path = RESULTS) -> str:
@@ -342,7 +340,7 @@ def main() -> None:
         print(demo.draw([of_all_recipes], PICTURES, demo.ALL_RECIPES))
     if trained := load(RESULTS, "train_recipes"):
         print(train_page.draw(trained, PICTURES))
-    pages = {PAGE: render(), SCALE: render_scale(), FP8_PAGE: render_fp8(), RECIPES_PAGE: render_recipes()}
+    pages = {PAGE: render(), EP_PAGE: render_ep(), FP8_PAGE: render_fp8(), RECIPES_PAGE: render_recipes()}
     for page, text in pages.items():
         page.write_text(text, encoding="utf-8")
         print(page)

@@ -85,11 +85,11 @@ def test_the_pictures_show_the_plans_for_hopper():
     ("written", "render"),
     [
         (page.PAGE, page.render),
-        (page.SCALE, page.render_scale),
+        (page.EP_PAGE, page.render_ep),
         (page.FP8_PAGE, page.render_fp8),
         (page.RECIPES_PAGE, page.render_recipes),
     ],
-    ids=["benchmarks", "expert parallelism at scale", "fp8", "recipes"],
+    ids=["benchmarks", "expert parallelism", "fp8", "recipes"],
 )
 def test_pages_are_written_from_the_result_files(written, render):
     pytest.importorskip("tomllib")

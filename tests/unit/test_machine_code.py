@@ -61,9 +61,7 @@ def test_releases(lines, unsafe):
         (("4 IMAD.WIDE R8, R6, 0x4, R4",), 0),  # another address
     ],
 )
-@pytest.mark.parametrize(
-    "access", ["@!P0 LDG.E.STRONG.GPU R3, desc[UR14][R6.64+-0x8]", "STG.E desc[UR14][R6.64], R9"]
-)
+@pytest.mark.parametrize("access", ["@!P0 LDG.E.STRONG.GPU R3, desc[UR14][R6.64+-0x8]", "STG.E desc[UR14][R6.64], R9"])
 def test_addresses(lines, early, access):
     counted = [line.split(maxsplit=1) for line in lines]
     text = sass(*[f"- 000000 {instruction}" for _, instruction in counted], f"- 000000 {access}", END)
