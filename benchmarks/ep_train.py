@@ -26,8 +26,10 @@ EXAMPLE = ROOT / "examples" / "qwen3_moe_expert_parallel.py"
 STOCK = "transformers, FSDP2"
 VARIANTS = {
     STOCK: ("--experts", "stock"),
+    f"{STOCK}, compiled": ("--experts", "stock", "--compile"),
     "fusedmoe": (),
-    "fusedmoe, fp8_block": ("--recipe", "fp8_block"),
+    "fusedmoe, compiled": ("--compile",),
+    "fusedmoe, fp8_block, compiled": ("--recipe", "fp8_block", "--compile"),
 }
 SIZES = {"shape": "qwen3-30b-a3b", "layers": 10, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
 TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
@@ -38,7 +40,8 @@ SECTION = """\
 
 `python -m benchmarks --only ep-train` runs `examples/qwen3_moe_expert_parallel.py` on all GPUs of a machine: the first
 layers of Qwen3-30B-A3B with random weights, the text of docs/ by bytes, AdamW in fp32, products in bf16. *{stock}* has
-the experts of transformers, sharded by FSDP2 as all other parameters are. The speed is the median over the intervals of
+the experts of transformers, sharded by FSDP2 as all other parameters are. *compiled*: attention and norms are, by
+`torch.compile`. The speed is the median over the intervals of
 {every} steps after the first one. Each of them ends with a collective of all ranks.
 """
 MEASURED = """\
@@ -62,7 +65,7 @@ def run(ranks: int, sizes: dict[str, Any], results: Path) -> Path:
         text.write_text("".join(file.read_text("utf-8") for file in sorted((ROOT / "docs").glob("*.md"))), "utf-8")
         for name, options in VARIANTS.items():
             rows[name] = _trained(ranks, sizes, text, options)
-            print(f"{name:24}{_line(rows[name])}", flush=True)
+            print(f"{name:30}{_line(rows[name])}", flush=True)
             written = write(results, "ep_train", {"ranks": ranks, **sizes, "rows": rows})
     return written
 

@@ -13,8 +13,9 @@ of all ranks, so that a step does not depend on the number of ranks. A run goes 
 the batch and the experts.
 
 On GPUs, products are in bf16; weights, gradients and AdamW's state are in fp32, 16 bytes per parameter. With
-``--weights bfloat16`` they are in bf16, 8 bytes, and rounding removes small updates. ``--experts stock`` leaves the
-experts to transformers and FSDP2, for comparison. Needs transformers.
+``--weights bfloat16`` they are in bf16, 8 bytes, and rounding removes small updates. ``--compile`` compiles attention
+and norms, most of whose time is elementwise. ``--experts stock`` leaves the experts to transformers and FSDP2, for
+comparison. Needs transformers.
 """
 
 from __future__ import annotations
@@ -77,14 +78,20 @@ def moe_blocks(model: nn.Module) -> list[Any]:
 
 
 def new_model(
-    config: Qwen3MoeConfig, ep: fm.ExpertParallel | None, device: torch.device, dtype: torch.dtype
+    config: Qwen3MoeConfig, ep: fm.ExpertParallel | None, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> Qwen3MoeForCausalLM:
-    """Return a model without values: the experts of this rank, and FSDP2's shards of all other parameters."""
+    """Return a model without values: the experts of this rank, and FSDP2's shards of all other parameters.
+    ``compiled``: whether attention and norms are compiled when they first run.
+    """
     with torch.device("meta"):  # no rank has memory for all experts
         model = Qwen3MoeForCausalLM(config).to(dtype)
         if ep is not None:
             for block in moe_blocks(model):
                 block.experts = Experts(config, ep).to(dtype)
+    if compiled:  # parts without hooks of FSDP2, and without a graph break
+        for layer in model.model.layers:
+            for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
+                part.compile()
     experts = {*fm.expert_parallel.shards(model).values()}
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
@@ -192,7 +199,8 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if options.experts == "fusedmoe":
         ep = fm.ExpertParallel(engine=options.engine, max_tokens=tokens, batch_rows=options.batch_rows)
         ep = ep.chosen_for(config.num_experts_per_tok)
-    model = new_model(config, ep, device, getattr(torch, options.weights) if on_gpu else torch.float32)
+    dtype = getattr(torch, options.weights) if on_gpu else torch.float32
+    model = new_model(config, ep, device, dtype, options.compile)
     fill(model, weights)
     experts = fm.expert_parallel.shards(model)
     others = [p for name, p in model.named_parameters() if name not in experts]
@@ -259,6 +267,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32", help="on GPUs")
     parser.add_argument("--experts", choices=("fusedmoe", "stock"), default="fusedmoe")
+    parser.add_argument("--compile", action="store_true", help="compile attention and norms")
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")
     parser.add_argument("--engine", default="auto", help="of fm.ExpertParallel: auto, allgather, symmetric, alltoall")
     parser.add_argument("--batch-rows", type=int, help="of fm.ExpertParallel, for less memory")
