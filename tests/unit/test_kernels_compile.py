@@ -99,6 +99,7 @@ MOST_SPILLS = {
 }
 MOST_SPILLS = {f"sm90_ragged_m_{name}_128x192pp_c21": most for name, most in MOST_SPILLS.items()}
 GATHER_SPILLS = 24
+ROW_SPILLS = {"sm90_choose_sigmoid_256_renormalized_corrected_grouped_slots8": 6}  # three words, stored and loaded
 MOST_INSTRUCTIONS = 8600  # from where on a derivative is slower than with smaller tiles, see choice.py
 GATHER_INSTRUCTIONS = 500  # of warps beside the epilogue's, half of them paths for diverged lanes, which never run
 # The derivative of 256 x 128 elements is unrolled: twice as long as that of 128 x 128.
@@ -334,7 +335,8 @@ def test_kernels_of_rows(kernel):
     divides = isinstance(kernel, DIVIDES) or not getattr(kernel, "power_of_two", True)
     for launch in launches.values():
         assert launch.matching("EXIT")
-        assert not launch.matching(SPILLS + ("" if divides else "|CALL"))
+        assert len(launch.matching(SPILLS)) <= ROW_SPILLS.get(kernel.symbol, 0)
+        assert divides or not launch.matching("CALL")
         atomics = isinstance(kernel, (*MAXIMA, *EXCHANGES))
         assert atomics or not launch.matching(r"ATOMG|RED[G.]"), "counts in shared memory are atomic"
         assert not early_addresses(launch.code)
