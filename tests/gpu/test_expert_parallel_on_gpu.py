@@ -516,6 +516,43 @@ def test_codes_with_delays_and_poisoned_buffers(ranks):
     ranks.run(delayed_replays, "fp8_block", torch.float8_e4m3fn)
 
 
+# ---- beside another library ------------------------------------------------------------------------------------------
+
+
+def beside_a_collective(rank):
+    """Under FSDP, NCCL gathers the next layer's weights meanwhile: its kernel has SMs of a rank until it runs on all,
+    and on other ranks it may begin after this layer.
+    """
+    on_device(rank)
+    group = dist.new_group(backend="nccl")
+    ep = exchange("symmetric")
+    made, (x, grad) = layer(ep, rank), data(MOST, rank)
+    want = results(made, x, grad)
+    weights, side = torch.ones(1 << 26, device="cuda"), torch.cuda.Stream()
+    dist.all_reduce(weights, group=group)
+    for i in range(10):
+        torch.cuda.synchronize()
+        dist.barrier()
+        before = (i + rank) % 2 == 0
+        if before:
+            with torch.cuda.stream(side):
+                dist.all_reduce(weights, group=group)
+            time.sleep(0.01)  # until it has its SMs
+        got = results(made, x, grad)
+        if not before:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                dist.all_reduce(weights, group=group)
+        torch.cuda.current_stream().wait_stream(side)
+        assert_same(got, want)
+
+
+def test_beside_a_collective(ranks):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("NCCL needs a GPU per rank")
+    ranks.run(beside_a_collective)
+
+
 # ---- a rank that is gone -------------------------------------------------------------------------------------------
 
 
