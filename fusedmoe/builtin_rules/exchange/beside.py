@@ -9,8 +9,7 @@ With an engine whose exchanges are kernels (``by_kernels``), a product begins be
 SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank, and a kernel that sums
 leaving rows follows the product. With another engine, the product is launched once for this rank's rows, and once for
 the others when they are there. It then leaves some SMs to the kernels of the exchange, except in the first layer: the
-expert ids, by which rows are sorted, have arrived, so these
-kernels have their SMs.
+expert ids, by which rows are sorted, have arrived, so these kernels have their SMs.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """
