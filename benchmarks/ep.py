@@ -38,6 +38,7 @@ from fusedmoe.commands.timing import CallTime, Timer, memory_of, why_not
 from fusedmoe.expert_parallel.group import ENGINES
 
 REFERENCE, UNFUSED_PEER, FUSED_PEER = "no communication", "all-to-all by hand, unfused", "all-to-all by hand, fusedmoe"
+CODES = "symmetric, codes travel"
 DEEPSEEK_V3 = Shape("deepseek-v3", 4096, hidden=7168, intermediate=2048, experts=256, top_k=8)  # all of its experts
 TOKENS = {
     "qwen3-30b-a3b": (2048, 8192, 32768), DEEPSEEK_V3.name: (4096,), "qwen3-235b-a22b": (8192,), "mixtral-8x7b": (8192,)
@@ -46,6 +47,8 @@ TOKENS = {
 OTHER_TOKENS = (8192,)
 """Those of other shapes."""
 RECIPES = ("bf16", "fp8_block")
+ONLY_FOR = {UNFUSED_PEER: "bf16", FUSED_PEER: "bf16", CODES: "fp8_block"}
+"""The recipe of candidates that do not run under every one."""
 TINY, TINY_TOKENS = Shape("tiny", 48, hidden=32, intermediate=16, experts=8, top_k=3), (48,)  # for a CPU
 SAMPLED_TOKENS = 32  # of each rank
 
@@ -155,9 +158,9 @@ def without_communication(work: Work) -> Candidate:
     return Candidate(call, leaves, dy, partial=True, plan=_plan(chain, x, index, probs))
 
 
-def by_engine(work: Work, engine: str) -> Candidate:
-    """Return `fm.MoE`'s experts with an engine."""
-    ep = fm.ExpertParallel(engine=engine, max_tokens=work.tokens)
+def by_engine(work: Work, engine: str, wire: torch.dtype | None = None) -> Candidate:
+    """Return `fm.MoE`'s experts with an engine; ``wire``: its ``dispatch_dtype``."""
+    ep = fm.ExpertParallel(engine=engine, max_tokens=work.tokens, dispatch_dtype=wire)
     if ep.engine.name != engine:
         raise fm.InputError(f"ExpertParallel: engine: this version has no {engine!r}")
     leaves = work.leaves()
@@ -179,6 +182,7 @@ def by_hand(work: Work, experts: Callable[[Tensor, Tensor], all_to_all.Experts])
 CANDIDATES: dict[str, Callable[[Work], Candidate]] = {
     REFERENCE: without_communication,
     **{engine: functools.partial(by_engine, engine=engine) for engine in ENGINES},
+    CODES: functools.partial(by_engine, engine="symmetric", wire=torch.float8_e4m3fn),
     UNFUSED_PEER: functools.partial(by_hand, experts=all_to_all.unfused),
     FUSED_PEER: functools.partial(by_hand, experts=all_to_all.fused),
 }
@@ -278,7 +282,7 @@ def _part(
 def measure(
     shape: Shape, tokens: int, recipe: str, timer: Timer, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Measure one shape with N tokens per rank; return its entry of the result file. Peers run in bf16 only."""
+    """Measure one shape with N tokens per rank; return its entry of the result file."""
     with fm.recipe(recipe):
         return _measure(shape, tokens, recipe, timer, device, dtype)
 
@@ -292,7 +296,7 @@ def _measure(
     candidates: dict[str, Candidate] = {}
     wrong = WRONG[dtype.itemsize] if recipe == "bf16" else WRONG_QUANTIZED
     for name, prepare in CANDIDATES.items():
-        if recipe != "bf16" and name in (UNFUSED_PEER, FUSED_PEER):
+        if ONLY_FOR.get(name, recipe) != recipe:
             continue
         candidate, note = agreed(functools.partial(_tried, prepare, work))
         rows[name] = _row(name, note)

@@ -331,8 +331,8 @@ def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     return got, want
 
 
-def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[Values, Values]:
-    """The sums over ranks of sums over slots; ``valued``: with a value per slot."""
+def returned(o: Operands, options: KernelOptions, valued: bool = True, of_rows: bool = False) -> tuple[Values, Values]:
+    """The sums over ranks of sums over slots; ``valued``: with a value per slot; ``of_rows``: by one kernel."""
     rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
     slots = o.row_of_slot[: RANKS * rows]
     given = [(o.rows, o.scale if valued else None), (-o.rows.flip(0), o.scale.flip(0) if valued else None)]
@@ -340,10 +340,14 @@ def returned(o: Operands, options: KernelOptions, valued: bool = True) -> tuple[
     sums = [total(each, slots) for each, _ in given]
     regions, (at_parts, at_values) = _regions(o, [sums[0].nbytes, 4 * slots.numel()])
     push = exchange_functions.bind_push(sums[0], slots, given[0][1], at_parts, at_values, FEW_SMS)
+    push_sums = exchange_functions.bind_push_sums(o.rows, slots, given[0][1], at_parts, at_values, FEW_SMS)
     of_values = o.scale.dtype if valued else None
     over_ranks = exchange_functions.bind_total(o.rows, rows, chosen, of_values, rows, at_parts, at_values)
-    for region, each, (_, values) in zip(regions, sums, given, strict=True):
-        push(region, each, values, slots, 0 if valued else 1, RANKS)
+    for region, each, (rows_of_rank, values) in zip(regions, sums, given, strict=True):
+        if of_rows:
+            push_sums(region, rows_of_rank, slots, values)
+        else:
+            push(region, each, values, slots, 0 if valued else 1, RANKS)
     got, want = {}, {}
     for r, region in enumerate(regions):
         own = slice(r * rows, (r + 1) * rows)
@@ -367,14 +371,14 @@ def returned_beside_product(o: Operands, options: KernelOptions, fp8: bool = Fal
     sums = [slot_functions.bind_sum_slots(rows, slots, None)(rows, slots) for rows in wanted]
     regions, (at_parts,) = _regions(o, [sums[0].nbytes])
     run, tiles = products.bind_counted_gemm(*given[0], None, replace(options, exchange_sms=FEW_SMS))
-    push = exchange_functions.bind_push_sums(wanted[0], slots, at_parts, tiles, FEW_SMS)
+    push = exchange_functions.bind_push_sums(wanted[0], slots, None, at_parts, at_parts, FEW_SMS, tiles)
     over_ranks = exchange_functions.bind_total(wanted[0], each, chosen, None, each, at_parts, at_parts)
     got, want = {}, {}
     for r, region in enumerate(regions):
         of_rank = row_functions.bind_row_ranges(o.offsets, o.token_of_row, r, RANKS, RANKS * each)
         blocks = of_rank(o.offsets, o.token_of_row, 0, True)
         got[f"rows {r}"] = run(*given[r], None, blocks)
-        push(region, got[f"rows {r}"], slots, blocks)
+        push(region, got[f"rows {r}"], slots, None, blocks)
         want[f"rows {r}"] = wanted[r]
     for r, region in enumerate(regions):
         own = slice(r * each, (r + 1) * each)
@@ -404,8 +408,9 @@ DIRECT = (
     Direct("gather of codes alone", partial(gather_of_codes, index=None)),
     Direct("return", returned),
     Direct("return without values", partial(returned, valued=False)),
+    Direct("return of rows", partial(returned, of_rows=True)),
+    Direct("return of rows without values", partial(returned, valued=False, of_rows=True)),
     Direct("return beside a product", returned_beside_product, tiles=3),
     Direct("return beside an FP8 product", partial(returned_beside_product, fp8=True), tiles=2),
-    *(replace(Direct("return beside a product", returned_beside_product), top_k=top_k) for top_k in (2, 4)),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

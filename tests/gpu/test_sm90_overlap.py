@@ -248,14 +248,14 @@ def test_sums_leave_beside_the_product_of_their_rows(chosen, family, config, mon
     region = exchange_functions.Region(peers, memory[RANK][:CONTROL_WORDS], RANK, 10**10)
     ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, 6)
     run, tiles = products.bind_counted_gemm(x, w, None, replace(DEFAULT, exchange_sms=20))
-    push = exchange_functions.bind_push_sums(rows, row_of_slot, at, tiles, 20)
+    push = exchange_functions.bind_push_sums(rows, row_of_slot, None, at, at, 20, tiles)
     parts = memory.view(torch.uint8)[:, at : at + want.nbytes].view(BF16).view(RANKS, RANKS, -1, columns)
 
     def once():
         parts.fill_(torch.nan)
         out, blocks = torch.full_like(rows, torch.nan), ranges(offsets, token_of_row, 0, True)
         run(x, w, None, blocks, out)
-        push(region, out, row_of_slot, blocks)
+        push(region, out, row_of_slot, None, blocks)
         return out.clone(), parts[:, RANK].clone()  # a launch after both
 
     def check(out, sums):

@@ -59,7 +59,7 @@ def compare(
         assert torch.equal(got[name], value), name
         assert value.float().norm() > 0 or not value.numel() or min(tokens) == 0, name
     beside_product = symmetric is not None and not quick and any("gemm_of_leaving_rows" in rule for rule in used)
-    assert bool((hopper.kernels_ran - before)["bind_push_sums"]) == beside_product
+    assert bool((hopper.kernels_ran - before)["push sums beside their product"]) == beside_product
     parts = {what["of_launch"] for name, what in calls if name == "ranges"}
     return used, sum(name == "row_ranges" for name, _ in calls), parts
 

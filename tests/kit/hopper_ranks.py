@@ -254,20 +254,23 @@ def bind_push(sums, row_of_slot, values, at_parts, at_values, sms):
     return run
 
 
-def bind_push_sums(rows, row_of_slot, at_parts, tiles, sms):
+def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=None):
     from kit.row_ranges import tiles_of
     from kit.sm90_stand_ins import bind_sum_slots
 
-    def run(region, rows, row_of_slot, blocks):
-        kernels_ran["bind_push_sums"] += 1
-        blocks, each = blocks.view(len(region.peers), -1), len(row_of_slot) // len(region.peers)
-        tile_m, column_tiles = tiles
-        assert torch.equal(blocks[:, -2], 2 * column_tiles * tiles_of(blocks, tile_m).to(torch.int32))
-        sums = rows.new_full((len(row_of_slot), rows.shape[1]), torch.nan)
-        for rank in {*range(len(blocks))} - {region.rank}:
+    def run(region, rows, row_of_slot, values=None, blocks=None):
+        kernels_ran["push sums" if tiles is None else "push sums beside their product"] += 1
+        assert (blocks is None) == (tiles is None)
+        ranks = len(region.peers)
+        if tiles is not None:
+            (tile_m, column_tiles), blocks = tiles, blocks.view(ranks, -1)
+            assert torch.equal(blocks[:, -2], 2 * column_tiles * tiles_of(blocks, tile_m).to(torch.int32))
+        each, sums = len(row_of_slot) // ranks, rows.new_full((len(row_of_slot), rows.shape[1]), torch.nan)
+        for rank in {*range(ranks)} - {region.rank}:
             there = slice(rank * each, (rank + 1) * each)
             sums[there] = bind_sum_slots(rows, row_of_slot[there], None)(rows, row_of_slot[there], None)
-        bind_push(sums, row_of_slot, None, at_parts, at_parts, sms)(region, sums, None, row_of_slot, 1, len(blocks))
+        push = bind_push(sums, row_of_slot, values, at_parts, at_values, sms)
+        push(region, sums, values, row_of_slot, 0 if values is not None else 1, ranks)
 
     return run
 

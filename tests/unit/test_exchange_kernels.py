@@ -289,7 +289,9 @@ def sums_of(rows, slots):
     [(2, False, 6, 264, BF16), (2, True, 6, 264, BF16), (3, False, 6, 264, BF16), (3, True, 6, 264, BF16),
      (2, True, TWICE + 9, WIDE, FP16)],
 )  # fmt: skip
-def test_return(ranks, valued, rows, columns, dtype):
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_return(ranks, valued, rows, columns, dtype, of_rows):
+    """``of_rows``: whether one kernel sums the rows and stores the sums."""
     chosen, tokens, total = 3, 5, 20
     generator = torch.Generator().manual_seed(ranks)
     given = [torch.randn(total, columns, generator=generator).to(dtype) for _ in range(ranks)]
@@ -307,6 +309,10 @@ def test_return(ranks, valued, rows, columns, dtype):
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, at[1], -1)
         for r in range(ranks):
+            if of_rows:
+                push = functions.bind_push_sums(given[r], slots[r], values[r], at_parts, at_values, SMS)
+                push(world.of[r], given[r], slots[r], values[r])
+                continue
             sums = torch.cat(
                 [part(r, q) if q != r else torch.full((rows, columns), torch.nan, dtype=dtype) for q in range(ranks)]
             )
@@ -350,19 +356,24 @@ def leaving_blocks(ranks, total, tiles_n):
     return torch.cat([first, end, counts, torch.zeros_like(counts)], 1).to(torch.int32)
 
 
-@pytest.mark.parametrize(("ranks", "chosen"), [(2, 2), (3, 5), (4, 8)])
-def test_a_return_beside_a_product(ranks, chosen):
+@pytest.mark.parametrize(
+    ("ranks", "chosen", "rows", "columns", "missing"),
+    [(2, 2, 19, 520, 9), (3, 5, 19, 520, 80), (4, 8, 19, 520, 0), (2, 32, 40, WIDE, 160), (2, 4, 70, 64, 80)],
+)
+def test_a_return_beside_a_product(ranks, chosen, rows, columns, missing):
     """After the product, all of whose tiles are counted, except those of the own rows."""
-    rows, total, columns, tiles_n = 19, 40, 2 * 256 + 8, 3
+    total, tiles_n = 40, 3
     torch.manual_seed(ranks)
     at, nbytes = functions.places([2 * ranks * rows * columns])
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, nbytes, 4)
         for r in range(ranks):
             given = torch.randn(total, columns).to(BF16)
-            slots = torch.randint(0, total + 9, (ranks * rows, chosen)).clamp(max=total)
+            slots = torch.randint(0, total + missing, (ranks * rows, chosen)).clamp(max=total)
+            slots[5] = total  # a token without rows
             blocks = leaving_blocks(ranks, total, tiles_n).flatten()
-            functions.bind_push_sums(given, slots, at[0], (TILE, tiles_n), SMS)(world.of[r], given, slots, blocks)
+            push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, tiles_n))
+            push(world.of[r], given, slots, None, blocks)
             for q in range(ranks):
                 got = world.at(q, at[0], ranks, rows, columns)[r]
                 if q == r:
@@ -388,9 +399,9 @@ def test_rows_that_are_never_there(reports):
         if reports:
             gpu.others.append(report)
             world.memory[1][REPORT : REPORT + 2].view(torch.int64).fill_(report.data_ptr())
-        push = functions.bind_push_sums(given, slots, at[0], (TILE, 2), SMS)
+        push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, 2))
         with pytest.raises(EmulationError, match="the kernel ends with an error"):
-            push(world.of[1], given, slots, blocks.flatten())
+            push(world.of[1], given, slots, None, blocks.flatten())
         assert report.tolist() == ([2, 5] if reports else [0, 0])
         assert world.memory[0][READY + 1] == 5  # the rows of the first block have left
         assert world.memory[2][READY + 1] == 4

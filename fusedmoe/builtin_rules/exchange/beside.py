@@ -39,8 +39,8 @@ from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.ops.exchange.fixed import GatherTokens, ReturnTokens, sum_over_ranks
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
-PUSH_SMS = 12  # of the kernel that copies sums to other ranks, an even number
-PUSH_SUMS_SMS = 20  # of the kernel that sums rows for other ranks, an even number
+# of the kernel that sums rows for other ranks, even numbers: beside a product, and alone
+PUSH_SUMS_SMS, ALONE_SMS = 16, 64
 QUICK_US = 6.0  # of the product of a rank's rows, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
 LATENCY_US, LINK_GB_S = 20, 330
@@ -226,15 +226,6 @@ class Returns:
         each = self.every // self.ranks
         self.own = slice(self.rank * each, (self.rank + 1) * each)
 
-    def sums_of_others(self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None) -> list[tuple[slice, Any]]:
-        """Return the places of the tokens of other ranks, in one piece or two, and the sum over slots of each."""
-        of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
-        return [
-            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
-            for there in of_others
-            if there.start < there.stop
-        ]
-
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
     ) -> Leaving:
@@ -255,7 +246,12 @@ class ReturnsByExchange(Returns):
         tokens: int,
     ) -> None:
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
-        self.sums = self.sums_of_others(rows, row_of_slot, scale)
+        of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
+        self.sums = [
+            (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
+            for there in of_others
+            if there.start < there.stop
+        ]
         self.of_values = None if values is None else slot_functions.bind_slot_values(values, row_of_slot)
         self.over_ranks = None
         if self.ranks == 2 and tokens:
@@ -321,6 +317,7 @@ class ReturnsByKernels(Returns):
         scale: Tensor | None,
         values: Tensor | None,
         tokens: int,
+        beside: bool,
     ) -> None:
         assert scale is None
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
@@ -329,10 +326,8 @@ class ReturnsByKernels(Returns):
         places, self.nbytes = exchange_functions.places(sizes)
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
-        self.first = 0 if values is not None else 1
-        self.sums = self.sums_of_others(rows, row_of_slot, None)
-        like = rows.new_empty(0, columns)
-        self.push = exchange_functions.bind_push(like, row_of_slot, values, at_parts, at_values, PUSH_SMS)
+        sms = PUSH_SUMS_SMS if beside else ALONE_SMS
+        self.push = exchange_functions.bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms)
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
 
@@ -346,18 +341,14 @@ class _Pushed:
     """One call of `ReturnsByKernels`."""
 
     def __init__(self, returns: ReturnsByKernels, rows: Tensor, row_of_slot: Tensor, values: Tensor | None) -> None:
-        self._returns, self._given = returns, (rows, values, row_of_slot)
+        self._returns, self._given = returns, (rows, row_of_slot, values)
         self._channel = returns.engine.channel(returns.nbytes, returns.device, returns=True)
-        self._sums = rows.new_empty(returns.every, rows.shape[1])  # not of this rank's tokens
 
     def leave(self) -> None:
-        returns, (rows, values, row_of_slot) = self._returns, self._given
-        for there, total in returns.sums:
-            total(rows, row_of_slot[there], None, None, self._sums[there])
-        returns.push(self._channel.region, self._sums, values, row_of_slot, returns.first, returns.ranks)
+        self._returns.push(self._channel.region, *self._given)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
-        returns, (rows, _, row_of_slot) = self._returns, self._given
+        returns, (rows, row_of_slot, _) = self._returns, self._given
         sums = returns.total(self._channel.region, rows, row_of_slot[returns.own])
         returns.engine.returned()
         return sums
@@ -388,7 +379,9 @@ class ReturnsOfProduct:
         self._engine, self._nbytes, self._device = expert_parallel.engine, nbytes, device
         self._ranges, self._own = ranges, slice(rank * each, (rank + 1) * each)
         self._product, tiles = counted(replace(options, exchange_sms=PUSH_SUMS_SMS))
-        self._push = exchange_functions.bind_push_sums(rows, row_of_slot, at_parts, tiles, PUSH_SUMS_SMS)
+        self._push = exchange_functions.bind_push_sums(
+            rows, row_of_slot, None, at_parts, at_parts, PUSH_SUMS_SMS, tiles
+        )  # fmt: skip
         self._total = exchange_functions.bind_total(rows, tokens, chosen, None, each, at_parts, at_parts)
 
     def run(
@@ -398,13 +391,15 @@ class ReturnsOfProduct:
         channel = self._engine.channel(self._nbytes, self._device, returns=True)
         blocks = self._ranges.leaving(offsets, token_of_row)
         self._product(*given, blocks, rows)
-        self._push(channel.region, rows, row_of_slot, blocks)  # nothing may come before: it begins beside the product
+        # nothing may come before: it begins beside the product
+        self._push(channel.region, rows, row_of_slot, None, blocks)
         y, _ = self._total(channel.region, rows, row_of_slot[self._own])
         self._engine.returned()
         return y
 
 
-def bind_returns(expert_parallel: ExpertParallel, *args: Any) -> Returns:
-    """Return the `Returns` of an engine."""
-    kind = ReturnsByKernels if expert_parallel.engine.by_kernels else ReturnsByExchange
-    return kind(expert_parallel, *args)
+def bind_returns(expert_parallel: ExpertParallel, *args: Any, beside: bool) -> Returns:
+    """Return the `Returns` of an engine; ``beside``: whether a product runs while sums leave."""
+    if expert_parallel.engine.by_kernels:
+        return ReturnsByKernels(expert_parallel, *args, beside)
+    return ReturnsByExchange(expert_parallel, *args)

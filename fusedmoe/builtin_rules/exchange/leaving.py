@@ -139,7 +139,9 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
             return run_counted
         beside = beside_exchange(options, expert_parallel)
         of_others, of_own = (product(of_part, not quick) for of_part in (options, beside))
-        returns = bind_returns(expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0])
+        returns = bind_returns(
+            expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0], beside=not quick
+        )  # fmt: skip
 
         def run(*tensors: Any) -> Any:
             given, (offsets, _, _, row_of_slot, token_of_row, *factor) = tensors[:operands], tensors[operands:]
@@ -251,7 +253,7 @@ class _WgradBesideExchange(FusionRule, name="wgrad_beside_exchange", direction="
         guards.gradient(grad_probs)
         guards.contiguous("a routing index", row_of_slot)
         returns = bind_returns(
-            self.dgather.op.expert_parallel, like, row_of_slot, None, grad_probs, expert_index.shape[0]
+            self.dgather.op.expert_parallel, like, row_of_slot, None, grad_probs, expert_index.shape[0], beside=True
         )
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:

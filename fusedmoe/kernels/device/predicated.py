@@ -1,9 +1,10 @@
-"""Stores to global memory, and arrivals, under a predicate, without a branch.
+"""Accesses to global memory, and arrivals, under a predicate, without a branch.
 
 From ``if wanted: store``, compilers may make a branch around the store, and compute the address and load the value
 after that branch. Then each store waits for its own load, and the stores come one after the other. Under a predicate,
 they overlap: ptxas moves the loads of a box before the stores of the box before it. On an H200, FP8 products are up to
-7% faster. An arrival after a branch comes after all that the branch waits for, with its address computed there.
+7% faster. An arrival after a branch comes after all that the branch waits for, with its address computed there. Loads
+in branches come one after the other too: a warp waits for each of them where the paths meet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,25 @@ from cutlass._mlir.dialects import llvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 WORDS = 4  # of 16 bytes
+
+
+@dsl_user_op
+def load_if(wanted: Any, address: Int64, *, loc: Any = None, ip: Any = None) -> list[Int32]:
+    """Return the four words at an address that is a multiple of 16; zeros if they are not wanted."""
+    word = Int32.mlir_type
+    results = ", ".join(f"${w}" for w in range(WORDS))
+    zeros = "".join(f"mov.b32 ${w}, 0;\n" for w in range(WORDS))
+    load = f"@p ld.global.v4.b32 {{{results}}}, [${WORDS + 1}];"
+    loaded = llvm.inline_asm(
+        llvm.StructType.get_literal([word] * WORDS),
+        [Int32(wanted).ir_value(loc=loc, ip=ip), Int64(address).ir_value(loc=loc, ip=ip)],
+        f"{{\n.reg .pred p;\nsetp.ne.s32 p, ${WORDS}, 0;\n{zeros}{load}\n}}",
+        ",".join([*["=&r"] * WORDS, "r", "l", "~{memory}"]),
+        has_side_effects=True,
+        loc=loc,
+        ip=ip,
+    )
+    return [Int32(llvm.extractvalue(word, loaded, [w], loc=loc, ip=ip)) for w in range(WORDS)]
 
 
 @dsl_user_op

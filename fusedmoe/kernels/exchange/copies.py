@@ -1,4 +1,4 @@
-"""Copies of rows by a few SMs, to or from the memory of another GPU.
+"""Copies of rows by a few SMs, to or from the memory of another GPU; and of values of slots.
 
 The copies go through shared memory: a lane copies and stores its own columns by ``cp.async``, and most of an SM's
 shared memory is under way. NVLink delivers less than 1 MiB in the 2 us of a read, so a few SMs suffice. A warp has
@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -114,3 +114,18 @@ def store(to, vectors, row, block, lane, stage):
                 stage.element_type, address + v * BLOCK_BYTES, cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES
             )  # fmt: skip
             cute.autovec_copy(loaded[v], cute.make_tensor(pointer, cute.make_layout((VECTOR,))))
+
+
+@cute.jit
+def put_values(values, slots, out):
+    """Store the value of each slot's row; zero for a sentinel."""
+    cta, _, _ = cute.arch.block_idx()
+    ctas, _, _ = cute.arch.grid_dim()
+    thread, _, _ = cute.arch.thread_idx()
+    threads = COPY_WARPS * LANES
+    for slot in cutlass.range(cta * threads + thread, cute.size(slots), ctas * threads, unroll=4):
+        row = Int32(slots[slot])
+        value = Float32(0.0).to(values.element_type)
+        if row < cute.size(values):
+            value = values[row]
+        out[slot] = value

@@ -26,13 +26,12 @@ from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
 from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES
-from fusedmoe.kernels.rows.move.slot_functions import slots_at_once
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
 MOST_CHOSEN = 32  # a lane of a warp each
 ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 PACKED_BYTES = 32  # of a row with codes and scales, a multiple: GPUs read 32 bytes at once
-SEND_CTAS, TOTAL_CTAS = 128, 1056
+SEND_CTAS, TOTAL_CTAS = 128, 1188  # three CTAs of `Total` fit an SM of 132
 GATHER_CTAS = 32  # of `Send`, that wait for the ids of other ranks
 SCATTER_CTAS, SCATTER_SMS = 264, 20  # alone, and beside `Pull`: even numbers
 SCATTER_ARRIVALS = SCATTER_SMS * SCATTER_WARPS  # that a word grows by, beside `Pull`
@@ -307,32 +306,41 @@ def bind_push(
 
 
 def bind_push_sums(
-    rows_RH: Tensor, row_of_slot_AK: Tensor, at_parts: int, tiles: tuple[int, int], sms: int
-) -> Callable[..., None]:
-    """Begin a return beside the product that computes the rows: of ``(region, rows, row_of_slot, blocks)``, sum the
-    rows over the slots of the tokens of other ranks, and store the sums in their memory.
+    rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int,
+    tiles: tuple[int, int] | None = None,
+) -> Callable[..., None]:  # fmt: skip
+    """Begin a return: of ``(region, rows, row_of_slot, values=None, blocks=None)``, sum the rows over the slots of the
+    tokens of other ranks, and store the sums in their memory. It is `bind_push` of the sums.
 
-    The launch before it on the stream is the product, of `sm90.products.bind_counted_gemm`. The rows of each rank leave
-    when it has counted the tiles up to the block of the rank.
+    With ``tiles``, the launch before it on the stream is the product that computes the rows, of
+    `sm90.products.bind_counted_gemm`. The rows of each rank leave when it has counted the tiles up to the block of the
+    rank. Otherwise, a product may begin beside the kernel.
 
-    - ``rows_RH``: (R, H), which the product writes.
+    - ``rows_RH``: (R, H), contiguous.
     - ``row_of_slot_AK``: (P*N, K) int64, by the ranks of the tokens, R for a sentinel. K is at most
       `limits.MOST_SLOTS_BESIDE`.
-    - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave.
-    - ``at_parts``: the first byte of the parts (P, N, H) in a region.
+    - ``values_R``, ``at_parts``, ``at_values``: as of `bind_push`.
+    - ``sms``: the SMs of the kernel, an even number, which the product of the rows leaves free.
     - ``tiles``: the rows of a tile of the product, and its column tiles.
-    - ``sms``: the SMs of the kernel, an even number, which the product leaves free.
+    - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave.
     """
     from fusedmoe.kernels.exchange.push_sums import PushSums  # deferred: imports the CuTe DSL
 
-    every, chosen = row_of_slot_AK.shape
-    kernel = load(PushSums(NAMES[rows_RH.dtype], slots_at_once(chosen), arch=kernel_arch(rows_RH.device)))
+    (every, chosen), device, counts = row_of_slot_AK.shape, rows_RH.device, tiles is not None
+    values = None if values_R is None else NAMES[values_R.dtype]
+    kernel = load(PushSums(NAMES[rows_RH.dtype], counts, values, arch=kernel_arch(device)))
+    no_values, no_blocks = unread(device, torch.float32, 1), unread(device, torch.int32, 1)
+    of_tiles = tiles or (0, 0)
 
-    def run(region: Region, rows_RH: Tensor, row_of_slot_AK: Tensor, blocks: Tensor) -> None:
+    def run(
+        region: Region, rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None = None,
+        blocks: Tensor | None = None,
+    ) -> None:  # fmt: skip
         peers, control, rank, patience = region
         kernel(
-            rows_RH, row_of_slot_AK.view(-1), blocks, peers, control, rank, every // peers.shape[0], chosen,
-            *tiles, at_parts, patience, sms,
+            rows_RH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1),
+            no_blocks if blocks is None else blocks, peers, control, rank, every // peers.shape[0], chosen, *of_tiles,
+            at_parts, at_values, patience, sms,
         )  # fmt: skip
 
     return run

@@ -17,12 +17,12 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import current, is_last, wait_for_ranks, word_of
-from fusedmoe.kernels.exchange.layout import COPY_WARPS, DONE, READY
+from fusedmoe.kernels.exchange.layout import DONE, READY
 
 TICKET = 2  # and those after it: one per rank
 
@@ -85,21 +85,7 @@ class Push(WarpKernel):
                 pointer = cute.make_ptr(values.element_type, place, cute.AddressSpace.gmem, assumed_align=2)
                 out = cute.make_tensor(pointer, cute.make_layout((count * chosen,)))
                 slots = cute.make_tensor(row_of_slot.iterator + to * count * chosen, out.layout)
-                self.put_values(values, slots, out)
+                copies.put_values(values, slots, out)
             last = is_last(control, TICKET + step, ctas)  # `and` would evaluate the call twice
             if last and cute.arch.lane_idx() == 0:
                 cute.arch.store(word_of(peers[to], READY + rank), exchange, sem="release", scope="sys")
-
-    @cute.jit
-    def put_values(self, values, slots, out):
-        """Store the value of each slot's row."""
-        cta, _, _ = cute.arch.block_idx()
-        ctas, _, _ = cute.arch.grid_dim()
-        thread, _, _ = cute.arch.thread_idx()
-        threads = COPY_WARPS * LANES
-        for slot in cutlass.range(cta * threads + thread, cute.size(slots), ctas * threads, unroll=4):
-            row = Int32(slots[slot])
-            value = Float32(0.0).to(values.element_type)
-            if row < cute.size(values):
-                value = values[row]
-            out[slot] = value

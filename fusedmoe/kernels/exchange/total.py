@@ -5,7 +5,8 @@ written its own. This rank's part is the sum over slots that `SumSlots` gives, r
 rows[row of slot (t, k)]``. Values, such as gradients of routing weights, are summed over ranks too; those of this rank
 are in its region.
 
-A warp has one token and 256 columns. A lane loads all of its rows, and then the parts of up to 4 ranks at once.
+A warp has one token and 256 columns at a time. All loads of a lane are under way at once: those of its rows, of the
+parts of up to 4 ranks, and of the numbers of the next rows. It loads neither missing rows nor this rank's own part.
 
 Axes: P ranks, N rows per rank, T rows of this rank (at most N), K slots per token, R rows, H columns.
 """
@@ -19,12 +20,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.device.predicated import WORDS, load_if
+from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
 from fusedmoe.kernels.exchange.layout import MOST_SLOTS as SLOTS
 from fusedmoe.kernels.exchange.layout import READY
 
 WARPS = 8  # per CTA
+VECTOR_BYTES = 16
 AT_ONCE = 4  # parts that a lane loads at once
 TICKET = 1
 
@@ -77,16 +80,17 @@ class Total(WarpKernel):
             wait_for(control, READY + lane, exchange, patience)
         cute.arch.sync_threads()
         columns = cute.assume(out.shape[1], divby=VECTOR)
-        pointer = cute.make_ptr(out.element_type, peers[rank] + at_parts, cute.AddressSpace.gmem, assumed_align=16)
-        parts = cute.make_tensor(
-            pointer, cute.make_layout((ranks, rows, columns), stride=(rows * columns, columns, 1))
-        )  # fmt: skip
+        parts = peers[rank] + at_parts
         vectors = columns // VECTOR
         blocks = cute.ceil_div(vectors, LANES)
-        for unit in cutlass.range(cta * WARPS + warp, out.shape[0] * blocks, ctas * WARPS, unroll=1):
+        first, units, step = cta * WARPS + warp, out.shape[0] * blocks, ctas * WARPS
+        row = self.row_of_lane(own, row_of_slot, chosen, first, units, blocks)
+        for unit in cutlass.range(first, units, step, unroll=1):
+            after = self.row_of_lane(own, row_of_slot, chosen, unit + step, units, blocks)  # arrives with the rows
             token = unit // blocks
             column = (unit - token * blocks) * LANES + lane
-            self.sum_token(own, row_of_slot, chosen, out, parts, rank, token, column, vectors, ranks)
+            self.sum_token(own, row, out, parts, rows, rank, token, column, vectors, ranks)
+            row = after
         if const_expr(self.values is not None):
             pointer = cute.make_ptr(
                 out_values.element_type, peers[rank] + at_values, cute.AddressSpace.gmem, assumed_align=4
@@ -103,53 +107,59 @@ class Total(WarpKernel):
             complete(control, peers, rank, exchange)
 
     @cute.jit
-    def sum_token(self, own, row_of_slot, chosen, out, parts, rank, token, column, vectors, ranks):
-        """Sum 8 columns of a token per lane. All loads of this rank's rows and of 4 parts are under way at once."""
-        lane = cute.arch.lane_idx()
-        row_of_lane = own.shape[0]
-        if lane < chosen:
-            row_of_lane = Int32(row_of_slot[token * chosen + lane])
-        loaded = self.load_parts(parts, token, column, vectors, 0, ranks)
-        rows = [cute.make_rmem_tensor((VECTOR,), own.element_type) for _ in range(SLOTS)]
+    def row_of_lane(self, own, row_of_slot, chosen, unit, units, blocks):
+        """Lane i's: the row of slot i of a unit's token, or the number of rows."""
+        row, lane = own.shape[0], cute.arch.lane_idx()
+        if unit < units and lane < chosen:
+            row = Int32(row_of_slot[unit // blocks * chosen + lane])
+        return row
+
+    @cute.jit
+    def sum_token(self, own, row_of_lane, out, parts, rows, rank, token, column, vectors, ranks):
+        """Sum 8 columns of a token per lane."""
+        inside = column < vectors
+        first_part = parts + (Int64(token) * Int64(vectors) + column) * VECTOR_BYTES
+        pitch = Int64(rows) * Int64(vectors) * VECTOR_BYTES  # from a rank's part to the next
+        loaded = self.load_parts(first_part, pitch, inside, rank, 0, ranks)
+        of_rows = []
         for i in cutlass.range_constexpr(SLOTS):
             row = cute.arch.shuffle_sync(row_of_lane, i)
-            rows[i].fill(0.0)
-            if column < vectors and row < own.shape[0]:
-                cute.autovec_copy(cute.local_tile(own[row, None], (VECTOR,), (column,)), rows[i])
+            place = own.iterator.toint() + (Int64(row) * Int64(own.stride[0] // VECTOR) + column) * VECTOR_BYTES
+            of_rows.append(load_if(inside & (row < own.shape[0]), place))
         part = cute.make_rmem_tensor((VECTOR,), Float32)
         part.fill(0.0)
         for i in cutlass.range_constexpr(SLOTS):  # in the order of `SumSlots`, and rounded as the other parts
-            part.store(part.load() + rows[i].load().to(Float32))
+            part.store(part.load() + self.values_of(of_rows[i]))
         part.store(part.load().to(own.element_type).to(Float32))
         total = cute.make_rmem_tensor((VECTOR,), Float32)
         total.fill(0.0)
         self.add_parts(total, loaded, part, rank, 0, ranks)
         for first in cutlass.range(AT_ONCE, ranks, AT_ONCE, unroll=1):
-            self.add_parts(
-                total, self.load_parts(parts, token, column, vectors, first, ranks), part, rank, first, ranks
-            )
-        if column < vectors:
+            more = self.load_parts(first_part, pitch, inside, rank, first, ranks)
+            self.add_parts(total, more, part, rank, first, ranks)
+        if inside:
             result = cute.make_rmem_tensor((VECTOR,), out.element_type)
             result.store(total.load().to(out.element_type))
             cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (column,)))
 
-    @cute.jit
-    def load_parts(self, parts, token, column, vectors, first, ranks):
-        """Load the parts of some ranks. Ranks and columns past the last load the last ones again: in a branch, the warp
-        would wait for each.
-        """
-        loaded = [cute.make_rmem_tensor((VECTOR,), parts.element_type) for _ in range(AT_ONCE)]
-        for i in cutlass.range_constexpr(AT_ONCE):
-            r, v = cutlass.min(first + i, ranks - 1), cutlass.min(column, vectors - 1)
-            cute.autovec_copy(cute.local_tile(parts[r, token, None], (VECTOR,), (v,)), loaded[i])
-        return loaded
+    def load_parts(self, first_part, pitch, inside, rank, first, ranks):
+        """Load the parts of some ranks, as words."""
+        numbers = [first + i for i in range(AT_ONCE)]
+        return [load_if(inside & (r < ranks) & (r != rank), first_part + Int64(r) * pitch) for r in numbers]
+
+    def values_of(self, words):
+        """The values of a vector, in fp32."""
+        vector = cute.make_rmem_tensor((WORDS,), Int32)
+        for w in range(WORDS):
+            vector[w] = words[w]
+        return cute.recast_tensor(vector, ELEMENTS[self.dtype]).load().to(Float32)
 
     @cute.jit
     def add_parts(self, total, loaded, part, rank, first, ranks):
         """Add the parts of some ranks, of which that of this rank is ``part``."""
         for i in cutlass.range_constexpr(AT_ONCE):
             if first + i < ranks:
-                values = loaded[i].load().to(Float32)
+                values = self.values_of(loaded[i])
                 if first + i == rank:
                     values = part.load()
                 if first + i == 0:

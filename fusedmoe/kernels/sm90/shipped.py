@@ -207,9 +207,11 @@ def shipped() -> tuple[Kernel, ...]:
         Pull("bf16"),
         Push("bf16"),
         Push("bf16", "fp32"),
+        PushSums("bf16"),
+        PushSums("bf16", counts=True),
+        PushSums("bf16", values="fp32"),
     ]
     kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
     kernels += [Send("bf16", "int32"), Send("bf16", "int64"), Total("bf16"), Total("bf16", "fp32")]
-    kernels += [PushSums("bf16", at_once) for at_once in SLOTS]
     kernels += [SumSlots("bf16", None, at_once, adds=True, rounds=True) for at_once in SLOTS]
     return tuple(kernels)

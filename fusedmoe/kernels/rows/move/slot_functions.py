@@ -173,7 +173,7 @@ def bind_sum_slots_and_part(
     return run
 
 
-def slots_at_once(chosen: int) -> int:
+def _slots_at_once(chosen: int) -> int:
     """Return the number of slots of a token that the kernel for this many loads at once."""
     from fusedmoe.kernels.rows.move.slots import SLOTS  # deferred: imports the CuTe DSL
 
@@ -188,7 +188,7 @@ def _sum_slots(
 
     dtype, scale = NAMES[rows_RH.dtype], None if scale_R is None else NAMES[scale_R.dtype]
     arch = kernel_arch(rows_RH.device)
-    kernel = load(SumSlots(dtype, scale, slots_at_once(chosen), adds=adds, rounds=rounds, arch=arch))
+    kernel = load(SumSlots(dtype, scale, _slots_at_once(chosen), adds=adds, rounds=rounds, arch=arch))
     return kernel, no_scale(rows_RH.shape[0], rows_RH.device) if scale_R is None else None
 
 
@@ -196,7 +196,7 @@ def _bind_sum_on_few_sms(rows_RH: Tensor, row_of_slot_TK: Tensor, adds: bool, sm
     from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms  # deferred: imports the CuTe DSL
 
     (tokens, chosen), columns = row_of_slot_TK.shape, rows_RH.shape[1]
-    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], slots_at_once(chosen), adds))
+    kernel = load(SumOnFewSms(NAMES[rows_RH.dtype], _slots_at_once(chosen), adds))
 
     def run(rows_RH: Tensor, row_of_slot_TK: Tensor, scale_R: None = None, addend_TH: Tensor | None = None) -> Tensor:
         out_TH = rows_RH.new_empty(tokens, columns) if addend_TH is None else addend_TH

@@ -85,21 +85,12 @@ class SumOnFewSms(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         cta, _, _ = cute.arch.block_idx()
         ctas, _, _ = cute.arch.grid_dim()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        staged = self.allocate(rows, warp)
-        self.sum_tokens(rows, row_of_slot, addend, out, chosen, cta * WARPS + warp, ctas * WARPS, staged)
-
-    def allocate(self, rows, warp):
-        """The stages of a lane."""
-        layout = cute.make_layout((VECTOR, LANES, self.copies, self.stages, WARPS))
-        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)
-        return staged[None, cute.arch.lane_idx(), None, None, warp]
-
-    @cute.jit
-    def sum_tokens(self, rows, row_of_slot, addend, out, chosen, token, stride, staged):
-        """Sum a warp's share of the tokens: from ``token`` on, every ``stride``-th one."""
         lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        layout = cute.make_layout((VECTOR, LANES, self.copies, self.stages, WARPS))
+        staged = SmemAllocator().allocate_tensor(rows.element_type, layout, 16)[None, lane, None, None, warp]
         blocks = cute.ceil_div(out.shape[1], VECTOR * LANES * self.vectors)
+        token, stride = cta * WARPS + warp, ctas * WARPS
         walk = Walk(out.shape[0], stride, out.shape[1] // VECTOR, blocks)
         steps = cute.ceil_div(out.shape[0] - token, stride) * blocks
         ahead, now = (token, Int32(0)), (token, Int32(0))
@@ -169,7 +160,7 @@ class SumOnFewSms(WarpKernel):
         for v in cutlass.range_constexpr(self.vectors):
             total = [Float32(0.0) for _ in range(VECTOR)]
             for i in cutlass.range_constexpr(self.slots + self.adds):  # in the order of `SumSlots`
-                values = self.in_fp32(loaded[i * self.vectors + v])
+                values = in_fp32(loaded[i * self.vectors + v], self.dtype)
                 total = [total[c] + values[c] for c in range(VECTOR)]
             if first + v * LANES < walk.vectors:
                 sums = cute.make_rmem_tensor((VECTOR,), Float32)
@@ -179,15 +170,16 @@ class SumOnFewSms(WarpKernel):
                 result.store(sums.load().to(out.element_type))
                 cute.autovec_copy(result, cute.local_tile(out[token, None], (VECTOR,), (first + v * LANES,)))
 
-    def in_fp32(self, values):
-        """The values of a vector in fp32. The upper half of a word with two bf16 values needs one instruction."""
-        if const_expr(self.dtype != "bf16"):
-            return [Float32(values[c]) for c in range(VECTOR)]
-        words = cute.recast_tensor(values, Int32)
-        halves = []
-        for w in range(VECTOR // 2):
-            halves += [(words[w] << 16).bitcast(Float32), (words[w] & -65536).bitcast(Float32)]
-        return halves
+
+def in_fp32(values, dtype: str) -> list[Float32]:
+    """The values of a vector in fp32. The upper half of a word with two bf16 values needs one instruction."""
+    if dtype != "bf16":
+        return [Float32(values[c]) for c in range(VECTOR)]
+    words = cute.recast_tensor(values, Int32)
+    halves = []
+    for w in range(VECTOR // 2):
+        halves += [(words[w] << 16).bitcast(Float32), (words[w] & -65536).bitcast(Float32)]
+    return halves
 
 
 class Walk(NamedTuple):
