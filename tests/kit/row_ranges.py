@@ -27,13 +27,16 @@ def routed(tokens, slots, experts, seed):
     return offsets.to(torch.int32), (order.indices // slots).to(torch.int32)
 
 
-def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arrivals=0, leaving=False, tile=128):
+def plain_ranges(
+    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, arrivals=0, leaving=False, tile=128
+):  # fmt: skip
     """The result of `bind_row_ranges`, one tile at a time; a range without rows is that from 0 to 0."""
     experts, each = len(offsets), tokens // ranks
     blocks = torch.zeros(ranks, 2 * (experts + 1) + 2, dtype=torch.int32)
     blocks[1:, -1] = -arrivals
     steps = [(int(token) // each - rank) % ranks for token in token_of_row]
-    for e, (start, stop) in enumerate(pairwise([0, *offsets.tolist(), len(token_of_row)])):
+    ends = [0, *offsets.tolist(), *([len(token_of_row)] if zero_tail else [])]
+    for e, (start, stop) in enumerate(pairwise(ends)):
         of_tile = {row: max(steps[row : min(row + tile, stop)]) for row in range(start, stop, tile)}
         if e >= (experts if divided is None else divided):
             of_tile = dict.fromkeys(of_tile, ranks - 1)
@@ -47,7 +50,7 @@ def plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, arriv
 def check_ranges(offsets, token_of_row, *settings):
     """Compare the kernel with `plain_ranges`."""
     given = offsets.to(DEVICE), token_of_row.to(DEVICE)
-    got = row_functions.bind_row_ranges(*given, *settings[:4])(*given, *settings[4:]).cpu()
+    got = row_functions.bind_row_ranges(*given, *settings[:5])(*given, *settings[5:]).cpu()
     want = plain_ranges(offsets, token_of_row, *settings)
     assert len(got) == len(want)
     got, want = (t.view(settings[1], -1) for t in (got, want))

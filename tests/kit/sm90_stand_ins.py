@@ -1,4 +1,5 @@
-"""Plain-PyTorch stand-ins for the Hopper kernels: the same interface, on any device. Calls are recorded.
+"""Plain-PyTorch stand-ins for the Hopper kernels: the same interface, on any device. Calls are recorded. Rows that a
+kernel need not write are NaN.
 
 They are as strict as the kernels about what they are given, and round as the kernels do: products and activations in
 fp32, one rounding at the end.
@@ -191,6 +192,25 @@ def _scaled(y, row_scale, offsets):
     return y
 
 
+def _finished(results, offsets, options):
+    """The results of rows, with an undefined tail if the kernel need not write it."""
+    if not options.zero_tail:
+        for t in _some(*results):
+            t[offsets[-1] :] = torch.nan
+    return results
+
+
+def _finished_forms(forms, axes, offsets, zero_tail):
+    """The same of the codes and scales of rows."""
+    if offsets is not None and not zero_tail:
+        for (codes, scale), axis in zip(forms, axes, strict=True):
+            columns = axis == -2
+            end = int(PaddedRows.of(offsets, codes.shape[1], 128).ends_E[-1] if columns else offsets[-1])
+            (codes.view(torch.uint8).T if columns else codes.view(torch.uint8))[end:] = 0x7F
+            (scale[:, end // 128 :] if columns else scale[end:]).fill_(torch.nan)
+    return forms
+
+
 def _dtype(operand):
     return BF16 if isinstance(operand, Codes) else operand.dtype
 
@@ -244,7 +264,8 @@ def bind_grouped_gemm(x, weight, bias, row_scale, options, gather=None, *, range
 
     def product(x, offsets, row_scale):
         _note("gemm", x, options, bias=bias is not None, row_scale=row_scale is not None)
-        return (_scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x)),)
+        y = _scaled(_product(x, weight, offsets, bias), row_scale, offsets).to(_dtype(x))
+        return _finished((y,), offsets, options)
 
     (y,) = _of_rows("gemm", product, offsets, len(_first(weight)), x, gather, (row_scale,), ranges, out)
     return y if out is None or ranges else out.copy_(y)
@@ -283,7 +304,7 @@ def bind_grouped_gemm_activation(
         p = _product(x, weight, offsets, bias)
         kept = p.to(_dtype(x))
         y = _scaled(op_of(activation).compute(kept.float() if of_codes else p), row_scale, offsets).to(_dtype(x))
-        return (y, kept) if keep_preactivation else (y,)
+        return _finished((y, kept) if keep_preactivation else (y,), offsets, options)
 
     by_rows = offsets, len(_first(weight)), x, None if of_codes else gather, (row_scale,), ranges
     results = _of_rows("gemm_activation", product, *by_rows)
@@ -295,8 +316,10 @@ def bind_grouped_gemm_activation(
         amax.copy_(quantizers.amax_by_expert(y, offsets))
         return (codes, *kept)
     ends = None if ranges else offsets
-    written = (y,) if quantized is None else _forms([quantize(y, quantized, -1, offsets=ends)])[0]
-    return (*written, *kept)
+    if quantized is None:
+        return y, *kept
+    written = _forms([quantize(y, quantized, -1, offsets=ends)])
+    return *_finished_forms(written, [-1], ends, options.zero_tail)[0], *kept
 
 
 def _derivative(grad_output, weight, offsets, preactivation, row_scale, activation):
@@ -322,7 +345,8 @@ def bind_grouped_gemm_activation_backward(
     def product(dy, offsets, p, row_scale):
         _note(name, dy, options, want_output=want_output, want_row_scale_grad=want_row_scale_grad)
         dp, y, ds = _derivative(dy, weight, offsets, p, row_scale, activation)
-        return dp.to(dtype), y.to(dtype) if want_output else None, ds if want_row_scale_grad else None
+        results = dp.to(dtype), y.to(dtype) if want_output else None, ds if want_row_scale_grad else None
+        return _finished(results, offsets, options)
 
     by_rows = preactivation, row_scale
     return _of_rows(name, product, offsets, len(weight), grad_output, gather, by_rows, ranges)
@@ -341,8 +365,10 @@ def bind_grouped_gemm_activation_backward_codes(
     _note("gemm_activation_backward_codes", grad_output, options, **what)
     dp, y, ds = _derivative(grad_output, weight, offsets, preactivation, row_scale, activation)
     each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
-    written = [quantize(t.to(BF16), format, axis, offsets=offsets) for wanted, t, axis, format in each if wanted]
-    return _forms(written), ds if want_row_scale_grad else None
+    each = [of for wanted, *of in each if wanted]
+    written = _forms([quantize(t.to(BF16), format, axis, offsets=offsets) for t, axis, format in each])
+    _finished_forms(written, [axis for _, axis, _ in each], offsets, options.zero_tail)
+    return written, ds if want_row_scale_grad else None
 
 
 def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=False, options=DEFAULT, rows=None):
@@ -473,8 +499,10 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=N
 
 
 @binds("offsets", "token_of_row", "arrivals", "leaving", says=())
-def bind_row_ranges(offsets, token_of_row, rank, ranks, tokens, divided=None, *, arrivals=0, leaving=False):
-    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, arrivals, leaving, ROW_TILE)
+def bind_row_ranges(
+    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, *, arrivals=0, leaving=False
+):  # fmt: skip
+    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, zero_tail, arrivals, leaving, ROW_TILE)
 
 
 @binds("codes", "scale", "row_of_slot", "out", "arrived", "words", says=("arrived", "words"))
@@ -535,9 +563,10 @@ def bind_slot_values(values, row_of_slot):
 
 
 @binds("x", "offsets", "index", matrices=("x",), says=("rows", "columns"))
-def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, columns=False):
-    x = _gathered("quantize_rows", x, index)
-    return _forms([quantize(x, format, axis, offsets=offsets) for axis in _axes(rows, columns)])
+def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, columns=False, zero_tail=True):
+    x, axes = _gathered("quantize_rows", x, index), _axes(rows, columns)
+    forms = _forms([quantize(x, format, axis, offsets=offsets) for axis in axes])
+    return _finished_forms(forms, axes, offsets, zero_tail)
 
 
 @binds("weight", says=("rows", "columns"))

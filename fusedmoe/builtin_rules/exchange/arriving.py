@@ -141,7 +141,7 @@ class GemmActivationOfArrivingTokens(
         beside = experts_beside(ep, total, row_bytes, chosen, experts, row_flops, TFLOPS)
         # memory for E offsets, which may be more than there are rows
         offsets = rows.new_empty(experts)
-        ranges = Ranges(ep, offsets, rows, total, beside)
+        ranges = Ranges(ep, offsets, rows, total, beside, ctx.options.zero_tail)
         factors = factor.view(-1)[:room] if scaled else None
         quick = is_quick(ep, us_of_step(ep, total, chosen, row_flops, TFLOPS))
         product = products.bind_grouped_gemm_activation(
@@ -242,7 +242,7 @@ class Fp8GemmActivationOfArrivingTokens(
         row_bytes = sum(t.nbytes for t in _codes_like(x, 1))
         beside = experts_beside(ep, total, row_bytes, chosen, experts, row_flops, FP8_TFLOPS)
         quick = not ep.engine.by_kernels or is_quick(ep, us_of_step(ep, total, chosen, row_flops, FP8_TFLOPS))
-        ranges = None if quick else Ranges(ep, offsets, token_of_row, total, beside)
+        ranges = None if quick else Ranges(ep, offsets, token_of_row, total, beside, ctx.options.zero_tail)
         codes, scale = _codes_like(x, total)
         slots = index.new_empty(index.shape, dtype=torch.int64)
         scatter = exchange_functions.bind_scatter(codes, scale, slots, ep.rank, ep.ranks, room)
@@ -260,7 +260,7 @@ class Fp8GemmActivationOfArrivingTokens(
         by_columns = None
         if "quantize.output:columns" in keep:
             by_columns = block_functions.bind_quantize_rows(
-                tokens, FORMAT, offsets, token_of_row, rows=False, columns=True
+                tokens, FORMAT, offsets, token_of_row, rows=False, columns=True, zero_tail=ctx.options.zero_tail
             )
 
         def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
@@ -312,7 +312,7 @@ class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes"
             gives=("grad_input",),
             zeroes_tail=True,
             launches=5,
-            extra_bytes=nbytes(ctx.spec("grad_output")) + nbytes(ctx.spec("grad_input")),  # codes
+            # codes; the plain step, whose estimate has no such bytes, moves more
         )
 
     def bind(self, ctx: PlanContext, dy: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Run:
@@ -386,7 +386,7 @@ class DgradActivationOfArrivingGradients(
         divided = experts_beside(
             expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
         )
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
         beside = beside_exchange(options, expert_parallel)
         quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, DERIVATIVE_TFLOPS))
         product = products.bind_grouped_gemm_activation_backward(

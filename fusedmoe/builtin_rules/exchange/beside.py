@@ -39,13 +39,18 @@ from fusedmoe.numerics.formats import QuantizedSpec
 from fusedmoe.ops.exchange.fixed import GatherTokens, ReturnTokens, sum_over_ranks
 from fusedmoe.ops.op import SpecLike, TensorSpec
 
-# of the kernel that sums rows for other ranks, even numbers: beside a product, and alone
-PUSH_SUMS_SMS, ALONE_SMS = 16, 64
+# of the kernel that sums rows for other ranks, even numbers: beside the product of the rows, at least and at most;
+# beside another product; alone
+LEAST_SMS, MOST_SMS, BESIDE_SMS, ALONE_SMS = 8, 32, 16, 64
 QUICK_US = 6.0  # of the product of a rank's rows, for which nothing is hidden
-# of an exchange between two H100s, and of products of some rows beside it; and the factor between their times
+# of an exchange between two H100s, and of products of some rows beside it; and the factor between their times, also for
+# products of so few rows that each division costs the time to read weights
 LATENCY_US, LINK_GB_S = 20, 330
-TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 550, 300, 800, 3000
-MARGIN = 1.15
+TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 3000
+MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
+# of sums that leave beside a product: the bytes that leave, and those that an SM reads and writes
+LEAVING_GB_S, SM_GB_S = 420, 95
+SMS = 132  # of an H100
 TILE = 128  # rows
 
 
@@ -89,15 +94,48 @@ def experts_beside(
     ranks = expert_parallel.ranks
     each, of_rank = tokens // ranks, tokens * chosen / (ranks * ranks * experts)  # rows of a rank, of an expert too
     exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
-    row_us = row_flops / tflops / 1e6
+    row_us, margin = row_flops / tflops / 1e6, MARGIN
     if expert_parallel.engine.by_kernels:
-        weight_us = row_flops / MEMORY_GB_S / 1e3  # an element of the weight is two operations of a row, and two bytes
-        us = (ranks - 1) * max(of_rank * row_us, weight_us)  # few rows take as long as their weight
+        us = (ranks - 1) * max(of_rank * row_us, _us_of_weight(row_flops))  # few rows take as long as their weight
+        if of_rank * row_us < _us_of_weight(row_flops):
+            margin = FEW_ROWS_MARGIN
     elif of_rank <= TILE:
         return experts
     else:
         us = (of_rank - TILE / 2) * row_us  # of tiles that have no other rows
-    return min(experts, math.ceil(MARGIN * exchange_us / us))
+    return min(experts, math.ceil(margin * exchange_us / us))
+
+
+def _us_of_weight(row_flops: int) -> float:
+    """Return the time to read an expert's weight. An element of it is two operations of a row, and two bytes."""
+    return row_flops / MEMORY_GB_S / 1e3
+
+
+def reads_weights(
+    expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int, row_flops: int, tflops: int
+) -> bool:
+    """Whether products of the rows that each expert has of one rank would take as long as to read the weights."""
+    return us_of_step(expert_parallel, tokens, chosen, row_flops, tflops) < experts * _us_of_weight(row_flops)
+
+
+def sms_of_leaving(expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, step_us: float) -> int:
+    """Return the SMs on which sums leave beside the product of their rows: those with which both end first.
+
+    Sums for the first rank leave when its rows are there, and those for another one also after these.
+
+    - ``tokens``, ``row_bytes``, ``chosen``: as of `experts_beside`.
+    - ``step_us``: `us_of_step` of the product.
+    """
+    ranks = expert_parallel.ranks
+    leaving = tokens // ranks * row_bytes
+    moved = leaving + tokens * chosen // ranks**2 * row_bytes
+
+    def us(sms: int) -> float:
+        step = step_us * SMS / (SMS - sms)
+        sums = leaving / LEAVING_GB_S / 1e3 + moved / (sms * SM_GB_S) / 1e3
+        return max(ranks * step, (ranks - 1) * step + sums, step + (ranks - 1) * sums)
+
+    return min(range(LEAST_SMS, MOST_SMS + 1, 4), key=us)
 
 
 def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_flops: int, tflops: int) -> float:
@@ -118,16 +156,23 @@ class Ranges:
     - ``offsets``, ``token_of_row``: tensors like those of the call.
     - ``tokens``: the tokens of all ranks.
     - ``experts``: the number of experts whose rows are divided.
+    - ``zero_tail``: as of `KernelOptions`.
 
     The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """
 
     def __init__(
-        self, expert_parallel: ExpertParallel, offsets: Tensor, token_of_row: Tensor, tokens: int, experts: int
+        self,
+        expert_parallel: ExpertParallel,
+        offsets: Tensor,
+        token_of_row: Tensor,
+        tokens: int,
+        experts: int,
+        zero_tail: bool,
     ) -> None:
         self._ranks = expert_parallel.ranks
         self._run = row_functions.bind_row_ranges(
-            offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts
+            offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
         )
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
@@ -326,7 +371,7 @@ class ReturnsByKernels(Returns):
         places, self.nbytes = exchange_functions.places(sizes)
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
-        sms = PUSH_SUMS_SMS if beside else ALONE_SMS
+        sms = BESIDE_SMS if beside else ALONE_SMS
         self.push = exchange_functions.bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms)
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
@@ -361,6 +406,7 @@ class ReturnsOfProduct:
     - ``rows``, ``row_of_slot``, ``tokens``: as of `Returns`.
     - ``ranges``: those of the rows.
     - ``counted``: `products.bind_counted_gemm` of the operands, given the options.
+    - ``sms``: those of `PushSums`.
     """
 
     def __init__(
@@ -372,16 +418,15 @@ class ReturnsOfProduct:
         ranges: Ranges,
         counted: Callable[[KernelOptions], tuple[Callable[..., Tensor], tuple[int, int]]],
         options: KernelOptions,
+        sms: int,
     ) -> None:
         (every, chosen), ranks, rank = row_of_slot.shape, expert_parallel.ranks, expert_parallel.rank
         each, device = every // ranks, rows.device
         (at_parts,), nbytes = exchange_functions.places([every * rows.shape[1] * rows.itemsize])
         self._engine, self._nbytes, self._device = expert_parallel.engine, nbytes, device
         self._ranges, self._own = ranges, slice(rank * each, (rank + 1) * each)
-        self._product, tiles = counted(replace(options, exchange_sms=PUSH_SUMS_SMS))
-        self._push = exchange_functions.bind_push_sums(
-            rows, row_of_slot, None, at_parts, at_parts, PUSH_SUMS_SMS, tiles
-        )  # fmt: skip
+        self._product, tiles = counted(replace(options, exchange_sms=sms))
+        self._push = exchange_functions.bind_push_sums(rows, row_of_slot, None, at_parts, at_parts, sms, tiles)
         self._total = exchange_functions.bind_total(rows, tokens, chosen, None, each, at_parts, at_parts)
 
     def run(
@@ -398,8 +443,17 @@ class ReturnsOfProduct:
         return y
 
 
-def bind_returns(expert_parallel: ExpertParallel, *args: Any, beside: bool) -> Returns:
+def bind_returns(
+    expert_parallel: ExpertParallel,
+    rows: Tensor,
+    row_of_slot: Tensor,
+    scale: Tensor | None,
+    values: Tensor | None,
+    tokens: int,
+    *,
+    beside: bool,
+) -> Returns:
     """Return the `Returns` of an engine; ``beside``: whether a product runs while sums leave."""
     if expert_parallel.engine.by_kernels:
-        return ReturnsByKernels(expert_parallel, *args, beside)
-    return ReturnsByExchange(expert_parallel, *args)
+        return ReturnsByKernels(expert_parallel, rows, row_of_slot, scale, values, tokens, beside)
+    return ReturnsByExchange(expert_parallel, rows, row_of_slot, scale, values, tokens)

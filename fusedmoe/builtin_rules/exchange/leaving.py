@@ -25,8 +25,10 @@ from fusedmoe.builtin_rules.exchange.beside import (
     experts_beside,
     is_quick,
     nbytes,
+    reads_weights,
     require_few_ranks,
     require_ranks,
+    sms_of_leaving,
     us_of_step,
 )
 from fusedmoe.builtin_rules.products.fp8 import (
@@ -121,13 +123,19 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         (tokens, chosen), (experts, features, _), dtype = row_of_slot.shape, weight.shape, ctx.dtype("fc.output")
         row_bytes, row_flops = features * dtype.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, self.tflops)
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided)
-        quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops))
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
+        step_us = us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops)
+        # one launch for the rows of all ranks, before the sums leave
+        quick = is_quick(expert_parallel, step_us) or (
+            expert_parallel.engine.by_kernels
+            and reads_weights(expert_parallel, tokens, chosen, experts, row_flops, self.tflops)
+        )
         count, operands = token_of_row.shape[0], self.operands
         like = weight.new_empty(count, features, dtype=dtype)
         if expert_parallel.engine.by_kernels and not quick and count:  # without rows, there is no product to follow
+            sms = sms_of_leaving(expert_parallel, tokens, row_bytes, chosen, step_us)
             sums = ReturnsOfProduct(
-                expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options
+                expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options, sms
             )  # fmt: skip
 
             def run_counted(*tensors: Any) -> Any:

@@ -186,7 +186,9 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
         keeps_output = any(name != COLUMNS for name in ctx.keep)
         if columns is not None:
             like = preactivation.new_empty(preactivation.shape[0], weight.codes.shape[1])
-            quantize = block_functions.bind_quantize_rows(like, columns.format, offsets, rows=False, columns=True)
+            quantize = block_functions.bind_quantize_rows(
+                like, columns.format, offsets, rows=False, columns=True, zero_tail=ctx.options.zero_tail
+            )  # fmt: skip
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             grad_preactivation, x, grad_factor = product(*tensors)

@@ -67,6 +67,7 @@ def _bind_rows(
     rows: bool,
     columns: bool,
     training: bool,
+    zero_tail: bool,
 ) -> Run:
     """Return a function of ``(x, offsets, *index)`` that returns the tensors of each form."""
     quantizer = op.quantizes
@@ -77,7 +78,9 @@ def _bind_rows(
         if quantizer.delayed is None:
             return run
         return lambda x, offsets, *index: run(x, offsets, *index, step=op.delayed_step(x, offsets, training))
-    return block_functions.bind_quantize_rows(x, quantizer.format, offsets, *index, rows=rows, columns=columns)
+    return block_functions.bind_quantize_rows(
+        x, quantizer.format, offsets, *index, rows=rows, columns=columns, zero_tail=zero_tail
+    )
 
 
 def _flat(run: Run) -> Run:
@@ -110,7 +113,7 @@ class QuantizeRows(OnSm90, FusionRule, name="sm90.quantize", direction="forward"
         guards.matrix("x", flat)
         guards.index(flat, index)
         rows, columns = (f"output:{form}" in ctx.keep for form in ("rows", "columns"))
-        run = _bind_rows(self.quantize, flat, offsets, index, rows, columns, ctx.training)
+        run = _bind_rows(self.quantize, flat, offsets, index, rows, columns, ctx.training, ctx.options.zero_tail)
         return _tensors(run if flat is x else _flat(run))
 
 
@@ -147,7 +150,8 @@ class QuantizeGradient(OnSm90, FusionRule, name="sm90.quantize_grad", direction=
         guards.index(dy, index)
         flat = as_matrix(dy)
         rows, columns = (f"grad_input:{form}" in ctx.keep for form in ("rows", "columns"))
-        run = guards.on_readable(flat, _bind_rows(self.quantize, flat, offsets, index, rows, columns, True))
+        run = _bind_rows(self.quantize, flat, offsets, index, rows, columns, True, ctx.options.zero_tail)
+        run = guards.on_readable(flat, run)
         return _tensors(run if flat is dy else _flat(run))
 
 
@@ -181,8 +185,11 @@ class GatheredQuantizeColumns(OnSm90, FusionRule, name="sm90.gathered_quantize_c
     def bind(self, ctx: PlanContext, source: Tensor, offsets: Tensor | None, index: Tensor) -> Run:
         guards.index(source, (index,))
         guards.matrix("x", source)
-        op, training = self.quantize.op, ctx.training
-        return _tensors(_bind_rows(op, source, offsets, (index,), rows=False, columns=True, training=training))
+        run = _bind_rows(
+            self.quantize.op, source, offsets, (index,), rows=False, columns=True, training=ctx.training,
+            zero_tail=ctx.options.zero_tail,
+        )  # fmt: skip
+        return _tensors(run)
 
 
 class QuantizeWeights(OnSm90, FusionRule, name="sm90.quantize_weight", direction="forward"):

@@ -113,7 +113,8 @@ class Step:
     #: Values that the step can also write, each only if another step or the backward pass reads it. A backward step may
     #: list forward values that it can recompute (``"dgrad.input"``).
     keeps: tuple[str, ...] = ()
-    zeroes_tail: bool = False  #: The rows after the last expert's come out as zeros
+    #: The rows after the last expert's come out as zeros, or are undefined if ``ctx.options.zero_tail`` is False.
+    zeroes_tail: bool = False
     launches: int = 1  #: Kernels launched
     #: Bytes moved besides reading `needs` and writing `gives` once. Rows that are read through their index count as
     #: rows, not as their source.
@@ -142,7 +143,9 @@ class PlanContext:
     deterministic: bool  #: `torch.are_deterministic_algorithms_enabled`
     training: bool  #: Whether there will be a backward pass
     recipe: Recipe  #: The recipe in force
-    options: KernelOptions  #: The options of the `Sequential`: ``sm_margin``, ``schedule``
+    #: The options of the `Sequential`: ``sm_margin``, ``schedule``. In `FusionRule.bind`, ``zero_tail`` is False if no
+    #: result of the step is one of the chain: nothing reads the rows after the last expert's.
+    options: KernelOptions
     _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
     _read_outside: frozenset[str]

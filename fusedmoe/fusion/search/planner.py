@@ -103,6 +103,10 @@ class _Planner:
         self._conversions = {dequantized(v): v for v in self._of_backward.forms if v == by_rows(v)}
         backward = (*self._of_backward.places, *map(dequantize, self._conversions.values()))
         self._producers = graph.producers | {v: place.step for place in backward for v in place.step.gives}
+        results = {*graph.outputs, *self._of_backward.gradients.values()}
+        codes = {v for v in (*graph.quantizers, *self._of_backward.forms) if dequantized(v) in results}
+        # the results that have rows after the last expert's
+        self._with_tail = {v for v in results | codes if graph.tail_offsets(v) is not None}
         packs = (*self._places, *self._of_backward.places, *graph.weights.values())
         self._producers |= {v: packing(place, v, self._training) for place in packs for v in place.packs}
         self._search = Search(
@@ -239,11 +243,13 @@ class _Planner:
             return with_forms(place, chosen.written, self._training)
         keep = tuple(name for name, v in zip(c.keep_names, c.step.keeps, strict=True) if v in chosen.written)
         assert c.ctx is not None
+        zero_tail = not self._with_tail.isdisjoint(chosen.gives)  # nothing reads the tail of other values
+        ctx = replace(c.ctx, options=replace(c.ctx.options, zero_tail=zero_tail))
         where = search.where(c.rule, c.start, c.end)
         return Fused(
             label=" + ".join(p.label for p in places),
             rule=c.name,
-            binder=_binder(c.rule, c.ctx, keep, where),
+            binder=_binder(c.rule, ctx, keep, where),
             needs=c.step.needs,
             gives=chosen.gives,
             may_give_none=any(isinstance(p.item, BackwardOp) and p.item.may_give_none for p in places),

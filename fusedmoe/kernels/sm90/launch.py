@@ -254,7 +254,13 @@ def ragged_m(key: RaggedMKey) -> RaggedMLaunch:
     )  # fmt: skip
     no_bias, no_scale = placeholders(device, key.dtype if key.scales is None else torch.bfloat16)
     # the fields of `RaggedMArguments` from ``limit`` to ``ctas``; to make that tuple in each launch takes 0.4 us
-    numbers = (*key.constants, key.biased, key.scale is not None, *scheduling(problem, config, sms))
+    numbers = (
+        *key.constants,
+        key.biased,
+        key.scale is not None,
+        key.options.zero_tail,
+        *scheduling(problem, config, sms),
+    )
     converts = key.scale not in (None, torch.float32)
 
     # functions and not methods, which take 0.3 us longer to call

@@ -340,7 +340,7 @@ def _bind_logits(
     config, pitch = logits_tile(columns), -(-columns // QUAD) * QUAD
     kernel = load(RaggedM(Promoted(NAMES[x_TH.dtype]), config, epilogue=PLAIN_FP32))
     problem = Problem("plain", tokens, 1, columns, hidden, sms_for(device, options))
-    numbers = (0.0, 1.0, 0.0, biased, False, *scheduling(problem, config, problem.sms))
+    numbers = (0.0, 1.0, 0.0, biased, False, False, *scheduling(problem, config, problem.sms))
     no_bias, no_scale = placeholders(device, x_TH.dtype)
     offsets = bind_offsets(tokens, device)
 

@@ -67,6 +67,7 @@ def bind_row_ranges(
     ranks: int,
     tokens: int,
     divided: int | None = None,
+    zero_tail: bool = True,
 ) -> Callable[..., Tensor]:
     """Return a function of ``(offsets, token_of_row, arrivals=0, leaving=False)``: the experts' rows in P blocks, by
     the ranks of their tokens.
@@ -79,6 +80,7 @@ def bind_row_ranges(
     - ``tokens``: P * N. Rank q has the tokens from q * N to before (q + 1) * N.
     - ``divided``: only the experts before this number are divided; None: every expert. The rows of the others, and
       those of no expert, are in the last block.
+    - ``zero_tail``: whether a block has the rows of no expert.
     - ``leaving``: the blocks are in the reverse order. Blocks 0 to i then have all rows of rank ``(rank - 1 - i) % P``.
     - ``arrivals``: how often 1 is added to a word until the rows of its rank are there. The word of block 0 is 0, all
       others are ``-arrivals``. Consecutive blocks are an argument of a product. Before a block, it waits until no word
@@ -96,7 +98,7 @@ def bind_row_ranges(
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int = 0, leaving: bool = False) -> Tensor:
         blocks = offsets_E.new_empty(size)
-        kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals, leaving)
+        kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals, leaving, zero_tail)
         return blocks
 
     return run

@@ -17,6 +17,7 @@ from its first row, and t the rows of a tile, the class of rank q has the tiles 
 
 Only the first ``divided`` experts are divided. All rows of the others, and the rows of no expert, the *tail*, are in
 the class of the last step: a product that takes one class after the other reads the weights of such an expert once.
+Without ``zero_tail``, no class has the tail, and no product writes it.
 
 A block of the result has the ranges of one class, and two more elements: a *counter*, zero at first, to which a product
 adds when results are in memory, and a *word*, which tells a product that rows have arrived. The blocks are in the order
@@ -55,21 +56,21 @@ class RowRanges(WarpKernel):
     def compile(self) -> Any:
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
         elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
-        blocks are in the order in which rows leave.
+        blocks are in the order in which rows leave, and ``zero_tail``.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
-        return self.compiled_for(*vectors, *[Int32(0)] * 6)
+        return self.compiled_for(*vectors, *[Int32(0)] * 7)
 
     @cute.jit
-    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, stream):
+    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail, stream):
         grid = (cute.ceil_div(cute.size(offsets) + 1, WARPS), 1, 1)
-        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word, leaving).launch(
+        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail).launch(
             grid=grid, block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving):
+    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail):
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         expert = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -80,6 +81,8 @@ class RowRanges(WarpKernel):
                 start = offsets[expert - 1]
             if expert < experts:
                 stop = offsets[expert]
+            elif zero_tail == 0:
+                stop = start
             step = (lane + ranks - rank) % ranks
             first, end = start, start
             if expert < cutlass.min(divided, experts):

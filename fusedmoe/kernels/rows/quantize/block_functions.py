@@ -32,6 +32,7 @@ def bind_quantize_rows(
     *,
     rows: bool = True,
     columns: bool = False,
+    zero_tail: bool = True,
 ) -> Callable[..., tuple[Form, ...]]:
     """Return a function of ``(x, offsets, index)`` that quantizes rows with 1x128 blocks, in one launch.
 
@@ -49,13 +50,14 @@ def bind_quantize_rows(
       a multiple of 16 bytes.
     - ``format``: FP8 with fp32 scales. Its blocks are not read.
     - ``offsets_E``: for rows sorted by expert: the end of each expert's rows, int32, shape (E,), contiguous,
-      non-decreasing, within [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros.
+      non-decreasing, within [0, R]. Rows from ``offsets[-1]`` on are not read; their codes are zeros, or undefined
+      without ``zero_tail``.
     - ``index_R``: int32, shape (R,), contiguous: row r of the result is ``x[index[r]]``, and ``x`` has any number of
       rows. It is read only for rows that belong to an expert.
     """
     if index_R is not None and not columns and index_R.shape[0] >= TOKEN_READERS * x_RK.shape[0] > 0:
         if offsets_E is not None and not format.amax_epsilon:
-            return _bind_quantize_tokens(x_RK, format, index_R)
+            return _bind_quantize_tokens(x_RK, format, index_R, zero_tail)
     columns_of_x = x_RK.shape[1]
     num_rows = x_RK.shape[0] if index_R is None else index_R.shape[0]
     padded = num_rows if offsets_E is None else padded_rows(num_rows, offsets_E.shape[0], BLOCK)
@@ -84,13 +86,15 @@ def bind_quantize_rows(
         if kernel is not None:
             offsets = none if offsets_E is None else offsets_E
             index = none if index_R is None else index_R
-            kernel(x_RK, index, offsets, *forms[0], *forms[-1], tiles, num_rows, epsilon)
+            kernel(x_RK, index, offsets, *forms[0], *forms[-1], tiles, num_rows, zero_tail, epsilon)
         return tuple((codes.view(code), scale) for codes, scale in forms)
 
     return run
 
 
-def _bind_quantize_tokens(x_TK: Tensor, format: Format, index_R: Tensor) -> Callable[..., tuple[Form, ...]]:
+def _bind_quantize_tokens(
+    x_TK: Tensor, format: Format, index_R: Tensor, zero_tail: bool
+) -> Callable[..., tuple[Form, ...]]:
     """Return `bind_quantize_rows` for row codes of gathered rows, in two launches: each token is quantized once."""
     from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes  # deferred: imports the CuTe DSL
 
@@ -101,7 +105,9 @@ def _bind_quantize_tokens(x_TK: Tensor, format: Format, index_R: Tensor) -> Call
     def run(x_TK: Tensor, offsets_E: Tensor, index_R: Tensor) -> tuple[Form, ...]:
         ((codes, scale),) = quantize(x_TK)
         gathered = codes.new_empty(num_rows, columns), scale_like(x_TK, num_rows, columns)
-        kernel(codes.view(torch.uint8), scale, index_R, offsets_E, gathered[0].view(torch.uint8), gathered[1])
+        kernel(
+            codes.view(torch.uint8), scale, index_R, offsets_E, gathered[0].view(torch.uint8), gathered[1], zero_tail
+        )  # fmt: skip
         return (gathered,)
 
     return run

@@ -5,7 +5,7 @@ A CTA has a tile of 128 x 128 values. So a tile has one block of each of its row
 `QuantizeRows`: blocks of one row (row codes), and blocks of one column (column codes). If rows are sorted by expert, a
 tile of column codes has rows of one expert only, and the missing rows are zeros. The grid does not depend on the
 splits: each CTA finds its expert in ``offsets``. The tiles after the last expert's are zeros, and so are the row codes
-of rows without an expert, one more tile if they need it.
+of rows without an expert, one more tile if they need it. With ``zero_tail`` 0, the CTAs of these tiles write nothing.
 
 `QuantizeWeight`: blocks of 128 x 128. The column codes are the row codes, transposed.
 
@@ -317,34 +317,42 @@ class QuantizeRows(_Tiles):
     def compile(self) -> Any:
         """Compile without a GPU; a function of values (R, K) or (T, K), index (R,) int32, offsets (E,) int32; row codes
         (R, K) uint8 and their scale (R, ceil(K / 128)); column codes (K, P) uint8 and their scale (K, P / 128); the
-        number of tiles of rows, R, and amax_epsilon. Arguments that the kernel does not need are not read.
+        number of tiles of rows, R, ``zero_tail``, and amax_epsilon. Arguments that the kernel does not need are not
+        read.
         """
         columns = cute.sym_int(divisibility=VECTOR)
         return self.compiled_for(
             fake_matrix(self.dtype, cute.sym_int(), columns), fake_vector("int32", cute.sym_int()),
             fake_vector("int32", cute.sym_int()),
-            fake_codes(), fake_scale(), fake_codes(), fake_scale(), Int32(1), Int32(1), Float32(0.0),
+            fake_codes(), fake_scale(), fake_codes(), fake_scale(), *[Int32(1)] * 3, Float32(0.0),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(self, x, index, offsets, codes, scale, codes_t, scale_t, tiles, rows, least, stream):
+    def __call__(self, x, index, offsets, codes, scale, codes_t, scale_t, tiles, rows, zero_tail, least, stream):
         blocks = cute.ceil_div(x.shape[1], BLOCK)
-        self.kernel(x, index, offsets, codes, scale, codes_t, scale_t, rows, least, blocks).launch(
+        self.kernel(x, index, offsets, codes, scale, codes_t, scale_t, rows, zero_tail, least, blocks).launch(
             **on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT)
         )
 
     @cute.kernel
-    def kernel(self, x, index, offsets, codes, scale, codes_t, scale_t, rows, least, blocks):
-        thread, _, _ = cute.arch.thread_idx()
+    def kernel(self, x, index, offsets, codes, scale, codes_t, scale_t, rows, zero_tail, least, blocks):
         lane = cute.arch.lane_idx()
         number, _, _ = cute.arch.block_idx()
         tile = number // blocks  # adjacent CTAs read adjacent columns
         block = number - tile * blocks
-        group = thread % GROUPS
-        vector = block * GROUPS + group
-        smem = SmemAllocator()
-
         first, valid, present = self.where(offsets, tile, rows, lane)
+        if const_expr(self.sorted):
+            if (valid > 0) | (zero_tail != 0):
+                self.quantize(x, index, codes, scale, codes_t, scale_t, least, block, tile, first, valid, present)
+        else:
+            self.quantize(x, index, codes, scale, codes_t, scale_t, least, block, tile, first, valid, present)
+
+    @cute.jit
+    def quantize(self, x, index, codes, scale, codes_t, scale_t, least, block, tile, first, valid, present):
+        """Quantize a tile of rows and a block of columns."""
+        thread, _, _ = cute.arch.thread_idx()
+        lane, group, smem = cute.arch.lane_idx(), thread % GROUPS, SmemAllocator()
+        vector = block * GROUPS + group
         values = load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns = largest_and_no_infinity(values, self.dtype)
 

@@ -4,7 +4,7 @@ A token that K experts read is K rows. So its codes and scales are computed once
 half the bytes of K quantizations of a row in bf16.
 
 A warp has `ROWS` rows. It loads 512 bytes of each before it stores the first. Rows without an expert get codes of zero
-and scales of one.
+and scales of one, unless ``zero_tail`` is 0.
 
 Axes: R rows, T tokens, K columns.
 """
@@ -37,26 +37,32 @@ class GatherCodes(WarpKernel):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of codes (T, K) uint8 and their scale (T, ceil(K / 128)), index (R,) int32,
-        offsets (E,) int32, and the codes (R, K) and the scale (R, ceil(K / 128)) that are written.
+        offsets (E,) int32, the codes (R, K) and the scale (R, ceil(K / 128)) that are written, and ``zero_tail``.
         """
         return self.compiled_for(
             fake_codes(), fake_scale(), fake_vector("int32", cute.sym_int()), fake_vector("int32", cute.sym_int()),
-            fake_codes(), fake_scale(),
+            fake_codes(), fake_scale(), Int32(0),
         )  # fmt: skip
 
     @cute.jit
-    def __call__(self, codes, scale, index, offsets, to_codes, to_scale, stream):
-        self.kernel(codes, scale, index, offsets, to_codes, to_scale).launch(
+    def __call__(self, codes, scale, index, offsets, to_codes, to_scale, zero_tail, stream):
+        self.kernel(codes, scale, index, offsets, to_codes, to_scale, zero_tail).launch(
             grid=(cute.ceil_div(to_codes.shape[0], ROWS * WARPS), 1, 1), block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, codes, scale, index, offsets, to_codes, to_scale):
+    def kernel(self, codes, scale, index, offsets, to_codes, to_scale, zero_tail):
         number, _, _ = cute.arch.block_idx()
-        lane = cute.arch.lane_idx()
         first = (number * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())) * ROWS
-        rows, columns = to_codes.shape
         valid = cutlass.min(offsets[cute.size(offsets) - 1] - first, ROWS)
+        if (valid > 0) | (zero_tail != 0):
+            self.copy(codes, scale, index, to_codes, to_scale, first, valid)
+
+    @cute.jit
+    def copy(self, codes, scale, index, to_codes, to_scale, first, valid):
+        """Copy a warp's rows, beginning with row ``first``, of which ``valid`` have an expert."""
+        rows, columns = to_codes.shape
+        lane = cute.arch.lane_idx()
         row = lane % ROWS
         token = Int32(-1)
         if row < valid:

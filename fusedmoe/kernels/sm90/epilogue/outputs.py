@@ -45,13 +45,16 @@ VALUE_BYTES = 2  # of a value that is not quantized
 
 
 class Numbers(NamedTuple):
-    """Run-time numbers of a launch: constants of the activation, whether bias and row scale exist, and the schedule."""
+    """Run-time numbers of a launch: constants of the activation, whether bias and row scale exist, whether the tail
+    is written, and the schedule.
+    """
 
     limit: Float32
     alpha: Float32
     offset: Float32
     biased: Int32
     scaled: Int32
+    zero_tail: Int32
     band: Int32
     dynamic: Int32
 

@@ -26,6 +26,7 @@ class RaggedMArguments(NamedTuple):
     offset: float
     biased: int
     scaled: int
+    zero_tail: int  # whether the rows after the last expert's are written; ranges have them or not
     band: int  # see `scheduler.band_of`
     ctas: int
     dynamic: int  # whether tiles are drawn from the counter; with ranges also `BESIDE`

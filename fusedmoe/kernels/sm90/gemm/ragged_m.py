@@ -216,7 +216,7 @@ class RaggedM(Gemm):
         outputs = [tensor for output in self.epilogue.outputs for tensor in output.fake(self, rows)]
         return cute.compile(
             self, *RaggedMArguments(
-                self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 5
+                self.fake_matrix(tokens), b, offsets, bias, row_scale, counter, *[Float32(0)] * 3, *[Int32(0)] * 6
             ),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), *scales, *index, *inputs, *outputs,
             options=f"--enable-tvm-ffi --gpu-arch {self.arch}",
@@ -233,7 +233,7 @@ class RaggedM(Gemm):
     @cute.jit
     def __call__(
         self, a, b, offsets, bias, row_scale, counter,
-        limit, alpha, offset, biased, scaled, band, ctas, dynamic, stream, *tensors,
+        limit, alpha, offset, biased, scaled, zero_tail, band, ctas, dynamic, stream, *tensors,
     ):  # fmt: skip
         """Launch. ``tensors`` are the scales of a and b, if their blocks have scales; the index, if rows are gathered;
         the input of the epilogue's formula, if it has one; and then its outputs.
@@ -284,7 +284,7 @@ class RaggedM(Gemm):
         self.kernel(
             Loads(whole_a, shared_a, shared_b, gathered, scales), inputs, parameters,
             self.tiled_mma(OperandMajorMode.K, major), layouts, offsets, bias, row_scale, counter,
-            Numbers(limit, alpha, offset, biased, scaled, band, dynamic), rows, n, k, experts,
+            Numbers(limit, alpha, offset, biased, scaled, zero_tail, band, dynamic), rows, n, k, experts,
         ).launch(stream=stream, use_pdl=self.may_begin_early, **self.grid(ctas))  # fmt: skip
 
     def in_parts(self, t: cute.Tensor, count: int) -> cute.Tensor:
@@ -336,7 +336,7 @@ class RaggedM(Gemm):
                 k_tiles = (k + tile_k - 1) // tile_k
                 share = scheduler.Share(self.config, numbers.band, counter, numbers.dynamic, shared.drawing)
                 scheduler.schedule_ragged_m(
-                    offsets, self.scheduled_rows(rows, outputs), self.tiles_n(n), k_tiles, share, rings.tiles,
+                    offsets, self.scheduled_rows(rows, outputs, numbers), self.tiles_n(n), k_tiles, share, rings.tiles,
                     shared.slots, self.tile_kind, experts, self.ranges,
                 )  # fmt: skip
                 if const_expr(self.may_begin_early):
@@ -356,9 +356,11 @@ class RaggedM(Gemm):
             env = Arguments(outputs, bias, row_scale, numbers, rows, n, of_experts, offsets if self.signals else None)
             self.math(tiled_mma, shared, rings, warp_idx // 4, env)
 
-    def scheduled_rows(self, rows, outputs):
-        """Rows of the tiles of all experts and of the tail."""
-        return rows if self.blocks is None else self.blocks.scheduled_rows(rows, outputs[-1])
+    def scheduled_rows(self, rows, outputs, numbers):
+        """Rows of the tiles of all experts and of the tail; 0 for those of the experts alone."""
+        if const_expr(self.blocks is not None):
+            rows = self.blocks.scheduled_rows(rows, outputs[-1])
+        return cutlass.select_(numbers.zero_tail != 0, Int32(rows), Int32(0))
 
     @cute.jit
     def load(self, loads, shared, rings, n):

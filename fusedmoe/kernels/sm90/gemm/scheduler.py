@@ -86,7 +86,8 @@ def expert_rows(
     experts: Int32,
     ranges: cutlass.Constexpr[bool] = False,
 ) -> tuple[Int32, Int32]:
-    """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's.
+    """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's, up to
+    ``rows``.
 
     With ``ranges``, the rows of experts 0 to E need not follow each other. ``offsets`` has blocks of E + 1 first rows,
     E + 1 ends, a counter of tiles, and the word that `wait_for_rows` reads. Expert e of block i has the number ``i * (E
@@ -102,7 +103,7 @@ def expert_rows(
         if expert < experts + (1 if tail else 0):
             if expert > 0:
                 first = offsets[expert - 1]
-            end = rows
+            end = cutlass.max(rows, first)
             if expert < experts:
                 end = offsets[expert]
     return first, end - first
