@@ -3,6 +3,7 @@
 import shutil
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.rows.quantize.block_functions import bind_quantize_rows
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.gemm import scheduler
 from fusedmoe.kernels.sm90.launch import Part
@@ -92,6 +94,61 @@ def test_products(family, config, settings, tiles, gpu):
     FAMILIES[family](**SMALL, n=128, k=144, **settings).check()
     assert gpu.launches > launches
     assert not gpu.counter.any(), "a kernel leaves its tile counter zero"
+
+
+NO_TAIL = KernelOptions(zero_tail=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "settings"),
+    [
+        ("plain", PP_192, {"biased": True}),
+        ("activation", CO_256, {"gather": True}),
+        slow("derivative", PP_192, {"scale": BF16}),
+        ("plain", CO_256_ROWS, {"kind": "e4m3 blocks"}),
+    ],
+    ids=lambda value: getattr(value, "name", None) or str(value),
+)
+def test_a_tail_that_nothing_reads(family, config, settings, tiles, gpu):
+    tiles(config)
+    case, end = FAMILIES[family](**SMALL, n=128, k=144, **settings), sum(SMALL["splits"])
+    with nan_in_new_tensors():
+        found = case.run(NO_TAIL)
+    for got, want in zip(found, case.run(KernelOptions()), strict=True):
+        assert torch.equal(got[:end], want[:end])
+        assert want[:end].float().norm() > 0
+        assert got[end:].isnan().all(), "not written"
+        assert len(got) > end
+    assert not gpu.counter.any()
+
+
+def test_codes_of_a_tail_that_nothing_reads():
+    """Of rows by rows and by columns, and of gathered tokens."""
+    splits = [140, 5, 0, 50]
+    offsets, end, padded = offsets_of(splits), 195, 256 + 128 + 128
+    x, tokens = quantize_kernels.values(470, 160), quantize_kernels.values(70, 160)
+    index = quantize_kernels.an_index(470, 70)
+
+    def check(bind, *given):
+        with nan_in_new_tensors():
+            found, wanted = (bind(zero_tail=zero_tail)(*given) for zero_tail in (False, True))
+        for (codes, scale), (of_codes, of_scale) in zip(found, wanted, strict=True):
+            by_rows = codes.shape[0] == len(index)
+            codes, of_codes = (t.view(torch.uint8) if by_rows else t.view(torch.uint8).T for t in (codes, of_codes))
+            # of rows without an expert, a tile of rows may have some; of columns, a tile has one expert
+            valid, until = (end, 256) if by_rows else (padded, padded)
+            assert torch.equal(codes[:valid], of_codes[:valid])
+            assert not of_codes[valid:].any()
+            assert codes[until:].unique().tolist() in ([0x7F], [0xFF]), "not written"
+            assert len(codes) > until
+            lines, block = (slice(end), slice(None)) if by_rows else (slice(None), slice(padded // 128))
+            assert torch.equal(scale[lines, block], of_scale[lines, block])
+            assert scale[until:].isnan().all() if by_rows else scale[:, padded // 128 :].isnan().all()
+
+    for rows, columns in ((True, False), (True, True), (False, True)):
+        how = {"rows": rows, "columns": columns}
+        check(partial(bind_quantize_rows, x, fp8_block(), offsets, **how), x, offsets)
+        check(partial(bind_quantize_rows, tokens, fp8_block(), offsets, index, **how), tokens, offsets, index)
 
 
 @pytest.mark.parametrize("schedule", ["static", "dynamic"])
