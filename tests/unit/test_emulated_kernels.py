@@ -145,8 +145,8 @@ def test_codes_of_a_tail_that_nothing_reads():
             assert torch.equal(scale[lines, block], of_scale[lines, block])
             assert scale[until:].isnan().all() if by_rows else scale[:, padded // 128 :].isnan().all()
 
-    for rows, columns in ((True, False), (True, True), (False, True)):
-        how = {"rows": rows, "columns": columns}
+    for forms in ((True, False), (True, True), (False, True)):
+        how = dict(zip(("rows", "columns"), forms, strict=True))
         check(partial(bind_quantize_rows, x, fp8_block(), offsets, **how), x, offsets)
         check(partial(bind_quantize_rows, tokens, fp8_block(), offsets, index, **how), tokens, offsets, index)
 
