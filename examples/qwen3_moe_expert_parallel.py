@@ -197,7 +197,12 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         raise SystemExit("expected ranks that divide --batch and experts, --length tokens of text, an untied lm_head")
     tokens, ep = options.batch // ranks * options.length, None
     if options.experts == "fusedmoe":
-        ep = fm.ExpertParallel(engine=options.engine, max_tokens=tokens, batch_rows=options.batch_rows)
+        ep = fm.ExpertParallel(
+            engine=options.engine,
+            max_tokens=tokens,
+            batch_rows=options.batch_rows,
+            dispatch_dtype=torch.float8_e4m3fn if options.dispatch_fp8 else None,
+        )
         ep = ep.chosen_for(config.num_experts_per_tok)
     dtype = getattr(torch, options.weights) if on_gpu else torch.float32
     model = new_model(config, ep, device, dtype, options.compile)
@@ -270,6 +275,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="compile attention and norms")
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")
     parser.add_argument("--engine", default="auto", help="of fm.ExpertParallel: auto, allgather, symmetric, alltoall")
+    parser.add_argument("--dispatch-fp8", action="store_true", help="tokens travel between ranks as FP8 codes")
     parser.add_argument("--batch-rows", type=int, help="of fm.ExpertParallel, for less memory")
     parser.add_argument("--every", type=int, default=10, help="steps between two lines of output")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")

@@ -65,10 +65,11 @@ def test_the_section_of_training_writes_its_figures(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     results = json.loads(ep_train.run(2, ep_train.TINY, tmp_path).read_text())
     assert [*results["rows"]] == [*ep_train.VARIANTS]
-    stock, *others, quantized = (row["losses"] for row in results["rows"].values())
+    stock, *others, quantized, codes = (row["losses"] for row in results["rows"].values())
     for losses in others:
         assert losses == pytest.approx(stock, rel=1e-5)
     assert others[0] != quantized == pytest.approx(stock, rel=0.02)
+    assert codes == pytest.approx(quantized, rel=1e-3), "codes lose little when they are quantized again"
     text = ep_train.render([results | {"rows": results["rows"] | {"other": {"note": "failed"}}}])
     assert text.count("\n| ") == 1 + len(ep_train.VARIANTS)
     assert "| 1.00 |" in text

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,11 +44,11 @@ def seeing(seen):
 
 
 def seen_by(call, *arguments):
-    """The options with which rules are built in a call and its backward pass."""
+    """The options with which rules are built in a call and its backward pass, except for `zero_tail`."""
     seen = []
     with fm.register(*seeing(seen)):
         outcome(call, *arguments, **inputs())
-    return seen
+    return [replace(options, zero_tail=True) for options in seen]
 
 
 def chain(**options):
@@ -64,6 +65,14 @@ def test_rules_see_them_in_both_directions():
     assert chain(**BOTH).state_dict().keys() == chain().state_dict().keys()
     with pytest.raises(TypeError):
         fm.Sequential(fm.SwiGLU(), 8)
+
+
+def test_only_results_of_the_chain_have_a_tail():
+    """Two layers, whose second one gives the result, and the gradients of their weights."""
+    seen = []
+    with fm.register(*seeing(seen)):
+        outcome(chain(), rows(), **inputs())
+    assert [options.zero_tail for options in seen] == [False, True, False, False]
 
 
 def test_a_change_is_a_new_plan_and_back_the_old_one():
