@@ -80,6 +80,11 @@ def _check_routing(ctx: PlanContext, fc: GroupedLinear, scale: Scale | None) -> 
     return check_row_scale(ctx, "scale.factor")
 
 
+def _sent(expert_parallel: ExpertParallel, scale: Tensor) -> Tensor:
+    """Return scales as an engine sends them: a kernel takes any strides, a collective none."""
+    return scale if expert_parallel.engine.by_kernels else scale.contiguous()
+
+
 def _codes_like(x: Tensor, rows: int) -> Codes:
     """Return codes and scales as those of this many rows like ``x`` that have travelled."""
     blocks = -(-x.shape[1] // SCALE_BLOCK)
@@ -268,7 +273,7 @@ class Fp8GemmActivationOfArrivingTokens(
             of_rank = None
             if quantize is not None:
                 ((codes, scale),) = quantize(x)
-                of_rank = [scale.contiguous(), codes]
+                of_rank = [_sent(ep, scale), codes]
             of_gather = dict(zip(gather.runtime_inputs, given[:count], strict=True))
             arriving = gather.start(x, **of_gather, tokens=of_rank)
             index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
@@ -324,7 +329,8 @@ class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes"
 
         def run(dy: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Tensor:
             ((codes, scale),) = quantize(dy)
-            scale, codes = back.start(dy, gathered_index, rank_experts, [scale.contiguous(), codes]).wait_all()
+            scale = _sent(back.op.expert_parallel, scale)
+            scale, codes = back.start(dy, gathered_index, rank_experts, [scale, codes]).wait_all()
             return dequantize(codes, scale)
 
         return run
