@@ -27,6 +27,7 @@ class OnSm90:
     """Base of every rule for Hopper. It precedes the rule, or `FusionRule`, in the bases."""
 
     prefix: ClassVar[str] = "sm90"
+    reads_tail: ClassVar[bool] = False
 
     @classmethod
     def available(cls, device: torch.device, arch: int | None) -> None:

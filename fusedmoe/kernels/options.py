@@ -23,8 +23,7 @@ class KernelOptions:
     # SMs left free for an exchange that runs beside the launch. Unlike ``sm_margin``, it does not change the tiles, so
     # that the results have the bits of a launch without an exchange
     exchange_sms: int = 0
-    # whether the rows after the last expert's are written, as zeros. The planner clears it for rows that no chain
-    # returns: nothing reads their tail
+    # whether the rows after the last expert's are written, as zeros. The planner clears it where nothing reads them
     zero_tail: bool = True
 
     def changed(self) -> list[str]:

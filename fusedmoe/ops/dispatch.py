@@ -150,6 +150,7 @@ class Dispatch(Op):
 class DDispatch(BackwardOp):
     """``dx[t] = sum over k of drows[row_of_slot[t, k]]``, in fp32."""
 
+    reads_tail = False
     needs = ("grad_output", "row_of_slot")
     zeroes_tail = True
     launches = 5
@@ -161,6 +162,7 @@ class DDispatch(BackwardOp):
 class DispatchWeightGrad(BackwardOp):
     """``dexpert_weight[t, k] = dprobs[row_of_slot[t, k]]``."""
 
+    reads_tail = False
     needs = ("grad_probs", "row_of_slot")
     gives = ("grad_expert_weight",)
     zeroes_tail = True
@@ -192,6 +194,7 @@ class Combine(Op):
         tensor of the rows' dtype. `ExpertParallel` sets it in the op that runs.
     """
 
+    reads_tail = False
     provided_with: ClassVar[Mapping[str, str]] = {"token_of_row": "slot_of_row"}
     changes_rows = True
     zeroes_tail = True  # the output has a row per token, and so no tail
@@ -264,6 +267,7 @@ def _token_rows(grad_output: Tensor, row_of_slot: Tensor, slot_of_row: Tensor) -
 class DCombine(BackwardOp):
     """``drows[r] = w[r] * dy[token of r]``; zeros for rows without an expert."""
 
+    reads_tail = False
     zeroes_tail = True
     launches = 9
     op: Combine
@@ -286,6 +290,7 @@ class DCombine(BackwardOp):
 class CombineWeightGrad(BackwardOp):
     """``dw[r] = sum over features of rows[r] * dy[token of r]``; zeros for rows without an expert."""
 
+    reads_tail = False
     zeroes_tail = True
     launches = 9
     op: Combine

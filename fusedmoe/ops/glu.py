@@ -33,6 +33,7 @@ _threshold_backward = torch.ops.aten.threshold_backward.default
 class GLU(Op):
     """The base class: a subclass defines the nonlinearity `phi`, with slope ``alpha``, and its derivative `dphi`."""
 
+    reads_tail = False
     kind: ClassVar[str]  # of `fusedmoe.numerics.activations.KINDS`, if the kernels have the activation
     launches = 5
     _checks: ClassVar[Mapping[str, Check]] = {
@@ -107,6 +108,7 @@ class DGLU(BackwardOp):
     clamp differs between versions.
     """
 
+    reads_tail = False
     launches = 8
     op: GLU
 
@@ -232,6 +234,7 @@ class SquaredReLU(Op):
     It is the activation of Nemotron.
     """
 
+    reads_tail = False
     kind: ClassVar[str] = "squared_relu"
     launches = 3
     parts = 1
@@ -250,6 +253,7 @@ class SquaredReLU(Op):
 class DSquaredReLU(BackwardOp):
     """``dx = 2 * max(x, 0) * dy``."""
 
+    reads_tail = False
     launches = 4
     op: SquaredReLU
 

@@ -30,6 +30,7 @@ class Glue:
     quantizes: Quantizer | None = None
     packs = False
     zeroes_tail = True
+    reads_tail = False
     launches = 1
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:

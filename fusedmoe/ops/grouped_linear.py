@@ -35,6 +35,7 @@ def _contiguous(grad: Operand) -> Operand:
 class Dgrad(BackwardOp):
     """``dx[r] = dy[r] @ weight[expert of r]``."""
 
+    reads_tail = False
     zeroes_tail = True
     launches = 4
 
@@ -58,6 +59,7 @@ class Wgrad(BackwardOp):
     With ``transposed_grad`` of the layer, the memory layout of dW is (E, K, N), if a product can write it.
     """
 
+    reads_tail = False
     needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
     contracts: ClassVar[Mapping[str, int]] = {"grad_output": -2, "input": -2}
@@ -117,6 +119,7 @@ class WgradIntoMainGrad(Wgrad):
 class BiasGrad(BackwardOp):
     """``db[e] = sum of dy over the rows of e``, accumulated in fp32."""
 
+    reads_tail = False
     needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
     unquantized = ("grad_output",)
@@ -145,6 +148,7 @@ def _without_tail(rows: Operand, offsets: Tensor | None) -> Operand:
 class LinearDgrad(BackwardOp):
     """``dx = dy @ weight``."""
 
+    reads_tail = False
     needs = ("grad_output", "weight")
     contracts: ClassVar[Mapping[str, int]] = {"grad_output": -1, "weight": -2}
 
@@ -161,6 +165,7 @@ class LinearDgrad(BackwardOp):
 class LinearWgrad(BackwardOp):
     """``dW = dy.T @ x``; with offsets, over the rows that belong to an expert."""
 
+    reads_tail = False
     needs = ("grad_output", "input", "offsets")
     gives = ("grad_weight",)
     contracts: ClassVar[Mapping[str, int]] = {"grad_output": -2, "input": -2}
@@ -196,6 +201,7 @@ class LinearWgradIntoMainGrad(LinearWgrad):
 class LinearBiasGrad(BackwardOp):
     """``db = sum of dy over the rows``, in fp32; with offsets, over the rows that belong to an expert."""
 
+    reads_tail = False
     needs = ("grad_output", "offsets")
     gives = ("grad_bias",)
     unquantized = ("grad_output",)
@@ -210,6 +216,7 @@ class LinearBiasGrad(BackwardOp):
 class _LinearOp(Op):
     """The parts that grouped and dense linear layers share."""
 
+    reads_tail = False
     parameter_names = ("weight", "bias")
     contracts: ClassVar[Mapping[str, int]] = {"input": -1, "weight": -1}
     bias: nn.Parameter | None

@@ -45,6 +45,7 @@ class LoRADown(Op):
         (E, Q, K), initialised as peft initialises ``lora_A``: uniform within ``1 / sqrt(K)``.
     """
 
+    reads_tail = False
     parameter_names = ("weight",)
     runtime_inputs = ("offsets",)
     provides = ("lora_rows",)
@@ -99,6 +100,7 @@ class LoRADown(Op):
 class LoRADownDgrad(BackwardOp):
     """``dx[r] = dy[r] + dh[r] @ weight[e]``, where dy is the gradient of the returned rows."""
 
+    reads_tail = False
     needs = ("grad_output", "grad_lora_rows", "weight", "offsets")
     launches = 5
 
@@ -113,6 +115,7 @@ class LoRADownDgrad(BackwardOp):
 class LoRADownWgrad(BackwardOp):
     """``dA[e] = dh[rows of e].T @ x[rows of e]``; exact zeros for an expert without rows."""
 
+    reads_tail = False
     needs = ("grad_lora_rows", "input", "weight", "offsets")
     gives = ("grad_weight",)
 
@@ -140,6 +143,7 @@ class LoRAUp(Op):
         (E, N, Q), initialised with zeros.
     """
 
+    reads_tail = False
     parameter_names = ("weight",)
     runtime_inputs = ("lora_rows", "offsets")
     rowwise_inputs = ("lora_rows",)
@@ -203,6 +207,7 @@ class LoRAUp(Op):
 class LoRAUpWgrad(BackwardOp):
     """``dB[e] = scale * dy[rows of e].T @ h[rows of e]``; exact zeros for an expert without rows."""
 
+    reads_tail = False
     needs = ("grad_output", "lora_rows", "weight", "offsets")
     gives = ("grad_weight",)
     launches = 2
@@ -216,6 +221,7 @@ class LoRAUpWgrad(BackwardOp):
 class LoRAUpDgrad(BackwardOp):
     """``dh[r] = scale * dy[r] @ weight[e]``; the gradient of the op's input is dy itself."""
 
+    reads_tail = False
     needs = ("grad_output", "weight", "offsets")
     gives = ("grad_lora_rows",)
     zeroes_tail = True

@@ -187,6 +187,9 @@ class Op(Checked, Runnable):
     #: after other ops of this kind.
     only_quantizes: ClassVar[bool] = False
     zeroes_tail: ClassVar[bool] = False  #: Whether the output has zeros in rows without an expert, for any input
+    #: Whether the rows without an expert of an input change a result elsewhere than in the same rows, as those of a sum
+    #: over all rows do. Otherwise they may be undefined.
+    reads_tail: ClassVar[bool] = True
     changes_rows: ClassVar[bool] = False  #: Whether the output has other rows than the input (`Dispatch`, `Combine`)
     #: The values with rows of all ranks, if the op exchanges rows with them; it has an attribute ``expert_parallel``.
     #: Its gradients then have no derivatives.
@@ -383,8 +386,8 @@ class BackwardOp:
     """One step of an op's backward pass in plain PyTorch. Fusion rules with ``direction="backward"`` match it.
 
     - ``op`` (Op): the op whose gradient it computes.
-    - ``gathers``, ``contracts``, ``quantizes``, ``packs``, ``zeroes_tail``, ``travels``, ``travels_as``, ``launches``,
-      ``alone``: as for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
+    - ``gathers``, ``contracts``, ``quantizes``, ``packs``, ``zeroes_tail``, ``reads_tail``, ``travels``,
+      ``travels_as``, ``launches``, ``alone``: as for `Op`; `gathers`, `travels` and `travels_as` by the op's names.
     """
 
     #: The values that `compute` takes, in order, by the op's names. A missing gradient is ``None``.
@@ -402,6 +405,7 @@ class BackwardOp:
     travels: tuple[str, ...] = ()
     travels_as: Mapping[str, Format] = {}
     zeroes_tail: ClassVar[bool] = False
+    reads_tail: ClassVar[bool] = True
     launches: ClassVar[int] = 1
 
     def __init__(self, op: Op) -> None:

@@ -53,6 +53,7 @@ class Quantize(Op):
     ... )
     """
 
+    reads_tail = False
     optional_inputs = ("offsets",)
     zeroes_tail = True
     launches = 12
@@ -160,6 +161,7 @@ class Quantize(Op):
 class QuantizeGrad(BackwardOp):
     """``dx = quantize(dy)``."""
 
+    reads_tail = False
     needs = ("grad_output", "offsets")
     zeroes_tail = True
     launches = 12
@@ -191,6 +193,7 @@ class QuantizeGrad(BackwardOp):
 class QuantizeColumns(BackwardOp):
     """``columns = quantize(x)`` by columns, so that the forward pass need not keep them."""
 
+    reads_tail = False
     needs = ("input", "offsets")
     gives = ("columns",)
     zeroes_tail = True

@@ -25,6 +25,7 @@ class Scale(Op):
         Name of the runtime input: ``Scale("probs")`` takes ``probs=``. It cannot be changed later.
     """
 
+    reads_tail = False
     launches = 3
     _checks: ClassVar[Mapping[str, Check]] = {"name": INPUT_NAME}
     _fixed = ("name",)
@@ -62,6 +63,7 @@ class Scale(Op):
 class DScale(BackwardOp):
     """``dx[r] = dy[r] * s[r]``."""
 
+    reads_tail = False
     launches = 3
 
     def __init__(self, op: Scale) -> None:
@@ -76,6 +78,7 @@ class DScale(BackwardOp):
 class ScaleGrad(BackwardOp):
     """``ds[r] = sum over features of dy[r] * x[r]``."""
 
+    reads_tail = False
     launches = 4
 
     def __init__(self, op: Scale) -> None:

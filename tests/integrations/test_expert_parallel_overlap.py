@@ -52,6 +52,7 @@ def compare(
             made = hopper.layer(other, main_grad, *sizes)
             got = hopper.trained(made, count, training)
         calls = [*kernels.calls]
+        assert not any(what["options"].zero_tail for _, what in calls if "options" in what)
         used = hopper.rules_of(made, count, training)
     assert got.keys() == expected.keys()
     assert len(got) > 3 or not training

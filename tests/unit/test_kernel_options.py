@@ -17,11 +17,12 @@ from fusedmoe.ops import GroupedLinear, Wgrad
 BOTH = {"sm_margin": 16, "schedule": "static"}
 
 
-def seeing(seen):
-    """Rules, one a direction, that note the options with which they are built."""
+def seeing(seen, reads=True):
+    """Rules, one a direction, that note the options with which they are built; ``reads``: their `reads_tail`."""
 
     class Forward(FusionRule, name="toy.forward", direction="forward"):
         fc: GroupedLinear
+        reads_tail = reads
 
         def offer(self, ctx):
             return Step(needs=("input", "fc.weight", "fc.bias", "offsets"), gives=("output",), zeroes_tail=True)
@@ -32,6 +33,7 @@ def seeing(seen):
 
     class Backward(FusionRule, name="toy.backward", direction="backward"):
         wgrad: Wgrad
+        reads_tail = reads
 
         def offer(self, ctx):
             return Step(needs=("grad_output", "wgrad.input", "offsets"), gives=("wgrad.grad_weight",))
@@ -67,12 +69,13 @@ def test_rules_see_them_in_both_directions():
         fm.Sequential(fm.SwiGLU(), 8)
 
 
-def test_only_results_of_the_chain_have_a_tail():
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_tail_is_zero_where_a_rule_may_read_it(reads):
     """Two layers, whose second one gives the result, and the gradients of their weights."""
     seen = []
-    with fm.register(*seeing(seen)):
+    with fm.register(*seeing(seen, reads)):
         outcome(chain(), rows(), **inputs())
-    assert [options.zero_tail for options in seen] == [False, True, False, False]
+    assert [options.zero_tail for options in seen] == [reads, True, False, False]
 
 
 def test_a_change_is_a_new_plan_and_back_the_old_one():

@@ -143,8 +143,8 @@ class PlanContext:
     deterministic: bool  #: `torch.are_deterministic_algorithms_enabled`
     training: bool  #: Whether there will be a backward pass
     recipe: Recipe  #: The recipe in force
-    #: The options of the `Sequential`: ``sm_margin``, ``schedule``. In `FusionRule.bind`, ``zero_tail`` is False if no
-    #: result of the step is one of the chain: nothing reads the rows after the last expert's.
+    #: The options of the `Sequential`: ``sm_margin``, ``schedule``. In `FusionRule.bind`, ``zero_tail`` is False if
+    #: nothing reads the rows after the last expert's of the step's results.
     options: KernelOptions
     _specs: Mapping[str, SpecLike | None]
     _resolve: Callable[[str], str]
@@ -204,6 +204,9 @@ class FusionRule:
     first_reads_codes: ClassVar[bool] = False
     #: Whether products compute the ops in their epilogues where they can: ``explain()`` then says why they do not.
     apart: ClassVar[bool] = False
+    #: Whether rows without an expert that the step reads change a result elsewhere than in the same rows, see
+    #: `fusedmoe.ops.op.Op.reads_tail`.
+    reads_tail: ClassVar[bool] = True
     #: The rows that the step reads through their index, named as in `Step`: the pattern matches only where these are
     #: rows of another value, as `fusedmoe.ops.op.Op.gathers` says. Empty for a step that reads all rows in order.
     gathers: ClassVar[str] = ""

@@ -31,7 +31,7 @@ from fusedmoe.fusion.report.data import Attempt, Status
 from fusedmoe.fusion.report.describe import describe
 from fusedmoe.fusion.search.candidates import Costs, DirectionSearch, Search
 from fusedmoe.fusion.search.choice import Chosen, Covering, cheapest, cheapest_glue, final_attempts, nearest_miss
-from fusedmoe.ops.glue import StoredWeight
+from fusedmoe.ops.glue import Glue, StoredWeight
 from fusedmoe.ops.op import BackwardOp, SpecLike
 
 logger = logging.getLogger(__name__)
@@ -103,10 +103,6 @@ class _Planner:
         self._conversions = {dequantized(v): v for v in self._of_backward.forms if v == by_rows(v)}
         backward = (*self._of_backward.places, *map(dequantize, self._conversions.values()))
         self._producers = graph.producers | {v: place.step for place in backward for v in place.step.gives}
-        results = {*graph.outputs, *self._of_backward.gradients.values()}
-        codes = {v for v in (*graph.quantizers, *self._of_backward.forms) if dequantized(v) in results}
-        # the results that have rows after the last expert's
-        self._with_tail = {v for v in results | codes if graph.tail_offsets(v) is not None}
         packs = (*self._places, *self._of_backward.places, *graph.weights.values())
         self._producers |= {v: packing(place, v, self._training) for place in packs for v in place.packs}
         self._search = Search(
@@ -132,6 +128,7 @@ class _Planner:
         forward, backward = self._searches()
         sums_read = _values(place.step.needs for place in of_backward.sums)
         chosen_forward, chosen_backward, kept = cheapest(forward, backward, self._kept_anyway, sums_read)
+        self._zero_tails = self._read_with_tail((*chosen_forward.steps, *chosen_backward.steps))
         given = _values(chosen.gives for chosen in chosen_forward.steps)
         derived = [place for value, place in graph.derived.items() if value not in given]
         glue = self._glue("forward", [*derived, *_dequantizations(forward, chosen_forward)])
@@ -243,7 +240,8 @@ class _Planner:
             return with_forms(place, chosen.written, self._training)
         keep = tuple(name for name, v in zip(c.keep_names, c.step.keeps, strict=True) if v in chosen.written)
         assert c.ctx is not None
-        zero_tail = not self._with_tail.isdisjoint(chosen.gives)  # nothing reads the tail of other values
+        glue = any(isinstance(place.item, Glue) for place in places)
+        zero_tail = glue or not self._zero_tails.isdisjoint(chosen.gives)
         ctx = replace(c.ctx, options=replace(c.ctx.options, zero_tail=zero_tail))
         where = search.where(c.rule, c.start, c.end)
         return Fused(
@@ -302,6 +300,28 @@ class _Planner:
     def _whole(self, place: Place) -> Plain:
         """Return a plain step with every form that its item can give."""
         return place.step if place.item.quantizes is None else with_forms(place, place.step.gives, self._training)
+
+    def _read_with_tail(self, chosen: Sequence[Chosen]) -> frozenset[str]:
+        """Return the values whose rows after the last expert's must be zeros: results of the chain, values that a step
+        reads with these rows, and those from which such a value is computed row by row.
+        """
+        graph, of_backward = self._graph, self._of_backward
+        places = (*self._places, *of_backward.places, *of_backward.sums)
+        left = [*graph.outputs, *of_backward.gradients.values()]
+        left += [v for place in places if place.item.reads_tail for v in place.step.needs]
+        left += [v for c in chosen if (rule := c.candidate.rule) and rule.reads_tail for v in c.candidate.step.needs]
+        made = self._producers | {v: place.step for place in of_backward.sums for v in place.step.gives}
+        codes = {dequantized(v): v for v in (*graph.quantizers, *of_backward.forms)}
+        found: set[str] = set()
+        while left:
+            value = left.pop()
+            if value in codes:
+                left.append(codes[value])
+            elif value not in found and graph.tail_offsets(value) is not None:
+                found.add(value)
+                step = made.get(value)
+                left += step.needs if step is not None and not step.zeroes_tail else ()
+        return frozenset(found)
 
     def _masks(
         self, direction: Direction, steps: Sequence[AnyStep], results: Mapping[str, str]
