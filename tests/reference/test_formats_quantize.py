@@ -242,6 +242,16 @@ def test_factors_from_elsewhere(axis):
         assert codes[2:5].isnan().all()
 
 
+def test_codes_that_are_quantized_again_along_the_other_axis_lose_little():
+    """Scales are powers of two: only values that are small beside others of their new block change."""
+    torch.manual_seed(0)
+    x = (torch.randn(512, 512) * torch.randn(512, 1).mul(2).exp() * torch.randn(1, 512).mul(1.5).exp()).bfloat16()
+    once = quantize(x, fp8_block(), -1).dequantize().float()
+    again = quantize(once.bfloat16(), fp8_block(), -2).dequantize().float()
+    assert (once - x.float()).norm() > 1e-2 * x.float().norm()
+    assert 0 < (again - once).norm() < 1e-4 * once.norm()
+
+
 @axes
 @formats([nvfp4(), nvfp4(across=16)])
 def test_stochastic_rounding_of_a_tensor(format, axis):

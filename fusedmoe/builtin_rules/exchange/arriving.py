@@ -316,8 +316,7 @@ class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes"
             needs=("grad_output", "back.gathered_index", "back.rank_experts"),
             gives=("grad_input",),
             zeroes_tail=True,
-            launches=5,
-            # codes; the plain step, whose estimate has no such bytes, moves more
+            launches=5,  # no extra bytes: the plain step moves more, and its estimate has none
         )
 
     def bind(self, ctx: PlanContext, dy: Tensor, gathered_index: Tensor, rank_experts: Tensor) -> Run:

@@ -96,9 +96,9 @@ def experts_beside(
     exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
     row_us, margin = row_flops / tflops / 1e6, MARGIN
     if expert_parallel.engine.by_kernels:
-        us = (ranks - 1) * max(of_rank * row_us, _us_of_weight(row_flops))  # few rows take as long as their weight
-        if of_rank * row_us < _us_of_weight(row_flops):
-            margin = FEW_ROWS_MARGIN
+        us = (ranks - 1) * of_rank * row_us
+        if reads_weights(expert_parallel, tokens, chosen, experts, row_flops, tflops):
+            us, margin = (ranks - 1) * _us_of_weight(row_flops), FEW_ROWS_MARGIN
     elif of_rank <= TILE:
         return experts
     else:
@@ -114,7 +114,7 @@ def _us_of_weight(row_flops: int) -> float:
 def reads_weights(
     expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int, row_flops: int, tflops: int
 ) -> bool:
-    """Whether products of the rows that each expert has of one rank would take as long as to read the weights."""
+    """Whether the product of the rows of one rank takes as long as to read the weights: each expert has few of them."""
     return us_of_step(expert_parallel, tokens, chosen, row_flops, tflops) < experts * _us_of_weight(row_flops)
 
 

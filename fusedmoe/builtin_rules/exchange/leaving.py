@@ -126,13 +126,13 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
         step_us = us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops)
         # one launch for the rows of all ranks, before the sums leave
-        quick = is_quick(expert_parallel, step_us) or (
+        at_once = is_quick(expert_parallel, step_us) or (
             expert_parallel.engine.by_kernels
             and reads_weights(expert_parallel, tokens, chosen, experts, row_flops, self.tflops)
         )
         count, operands = token_of_row.shape[0], self.operands
         like = weight.new_empty(count, features, dtype=dtype)
-        if expert_parallel.engine.by_kernels and not quick and count:  # without rows, there is no product to follow
+        if expert_parallel.engine.by_kernels and not at_once and count:  # without rows, there is no product to follow
             sms = sms_of_leaving(expert_parallel, tokens, row_bytes, chosen, step_us)
             sums = ReturnsOfProduct(
                 expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options, sms
@@ -146,9 +146,9 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
 
             return run_counted
         beside = beside_exchange(options, expert_parallel)
-        of_others, of_own = (product(of_part, not quick) for of_part in (options, beside))
+        of_others, of_own = (product(of_part, not at_once) for of_part in (options, beside))
         returns = bind_returns(
-            expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0], beside=not quick
+            expert_parallel, like, row_of_slot, probs, None, expert_index.shape[0], beside=not at_once
         )  # fmt: skip
 
         def run(*tensors: Any) -> Any:
@@ -156,7 +156,7 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
             probs = factor[0] if factor else None
             rows = token_of_row.new_empty(count, features, dtype=dtype)
             leaving = returns.begin(rows, row_of_slot, probs)
-            if quick:
+            if at_once:
                 of_own(*given, offsets, None, None, rows)
                 leaving.leave()
             else:
