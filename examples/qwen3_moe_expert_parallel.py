@@ -15,7 +15,9 @@ the batch and the experts.
 On GPUs, products are in bf16; weights, gradients and AdamW's state are in fp32, 16 bytes per parameter. With
 ``--weights bfloat16`` they are in bf16, 8 bytes, and rounding removes small updates. ``--compile`` compiles attention
 and norms, most of whose time is elementwise. ``--experts stock`` leaves the experts to transformers and FSDP2, for
-comparison. Needs transformers.
+comparison. Random routers send most tokens to the same few experts, which a trained model does not: with
+``--draw-experts``, to measure the speed of random weights, the experts of each token are drawn, all with the same
+probability. Needs transformers.
 """
 
 from __future__ import annotations
@@ -175,6 +177,30 @@ def balance_loss(router_logits: list[Tensor], top_k: int) -> Tensor:
     return probs.shape[1] * (load / (dist.get_world_size() * len(probs)) * probs.mean(0)).sum()
 
 
+def imbalance(indices: list[Tensor], experts: int) -> float:
+    """Return the chosen slots of the busiest rank over the mean over ranks, as the mean over layers."""
+    loads = torch.stack([index.flatten().bincount(minlength=experts) for index in indices])
+    dist.all_reduce(loads)
+    of_ranks = loads.view(len(indices), dist.get_world_size(), -1).sum(2).float()
+    return (of_ranks.amax(1) / of_ranks.mean(1)).mean().item()
+
+
+def draw_experts(model: nn.Module, device: torch.device) -> None:
+    """Let each router choose experts at random, all with the same probability. Their weights are the router's."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+
+    def drawn(gate: Any, args: Any, result: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, _ = result
+        index = torch.rand(logits.shape, generator=generator, device=device).topk(weights.shape[1]).indices
+        probs = logits.float().softmax(-1).gather(1, index)
+        if gate.norm_topk_prob:
+            probs = probs / probs.sum(1, keepdim=True)
+        return logits, probs.to(weights.dtype), index
+
+    for block in moe_blocks(model):
+        block.gate.register_forward_hook(drawn)
+
+
 def prepared(options: argparse.Namespace, device: torch.device) -> tuple[Qwen3MoeConfig, Weights, Tensor]:
     """Return the configuration, the values of the weights, and the text as sequences of tokens."""
     if options.model is None:
@@ -207,6 +233,8 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     dtype = getattr(torch, options.weights) if on_gpu else torch.float32
     model = new_model(config, ep, device, dtype, options.compile)
     fill(model, weights)
+    if options.draw_experts:
+        draw_experts(model, device)
     experts = fm.expert_parallel.shards(model)
     others = [p for name, p in model.named_parameters() if name not in experts]
     groups = [{"params": group} for group in (others, [*experts.values()]) if group]
@@ -220,8 +248,14 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     if progress["step"] >= options.steps:
         raise SystemExit(f"--steps: expected more than the {progress['step']} steps so far")
     router_logits: list[Tensor] = []
+    indices: list[Tensor] = []  # of the chosen experts
+
+    def record(gate: Any, args: Any, result: tuple[Tensor, Tensor, Tensor]) -> None:
+        router_logits.append(result[0])
+        indices.append(result[2])
+
     for block in moe_blocks(model):
-        block.gate.register_forward_hook(lambda module, args, result: router_logits.append(result[0]))
+        block.gate.register_forward_hook(record)
     if rank == 0:
         print(f"{config.num_hidden_layers} layers on {ranks} x {device.type}, {tokens} tokens per rank and step")
         print("experts of transformers" if ep is None else ep.settings())
@@ -230,8 +264,11 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     for step in range(progress["step"] + 1, options.steps + 1):
         # the text of a step depends on the batch of all ranks alone
         rows = (progress["sequences"] + torch.arange(options.batch)) % len(sequences)
-        ids = sequences[rows.chunk(ranks)[rank]].to(device)
+        ids = sequences[rows.chunk(ranks)[rank]]
+        if on_gpu:  # copied without waiting for the device, on which the step before may run
+            ids = ids.pin_memory().to(device, non_blocking=True)
         router_logits.clear()
+        indices.clear()
         loss = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False).loss
         loss = loss + config.router_aux_loss_coef * balance_loss(router_logits, config.num_experts_per_tok)
         optimizer.zero_grad()
@@ -252,12 +289,18 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
                 gib = ", ".join(f"{peak:.1f}" for peak in peaks)
                 print(f"step {step}: loss {now:.6f}, {rates[-1]:,.0f} tokens/s per rank, GiB {gib}", flush=True)
             begun, since = time.perf_counter(), step
+    busiest = imbalance(indices, config.num_experts)  # of the last step
+    if rank == 0:
+        print(f"the busiest rank has {busiest:.2f} times the mean of the chosen slots")
     if options.save is not None:
         dcp.save(fm.expert_parallel.state_dict(model, optimizer) | {"progress": progress}, checkpoint_id=options.save)
     if options.export is not None:
         export(model, options.export)
     steady = sorted(rates[1:] or rates)  # kernels are compiled before the first print
-    return {"losses": torch.stack(losses).tolist(), "tokens_per_s": steady[len(steady) // 2], "peak_gib": peaks}
+    return {
+        "losses": torch.stack(losses).tolist(), "tokens_per_s": steady[len(steady) // 2], "peak_gib": peaks,
+        "imbalance": busiest,
+    }  # fmt: skip
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -271,6 +314,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32", help="on GPUs")
+    parser.add_argument("--draw-experts", action="store_true", help="draw the experts of each token, for benchmarks")
     parser.add_argument("--experts", choices=("fusedmoe", "stock"), default="fusedmoe")
     parser.add_argument("--compile", action="store_true", help="compile attention and norms")
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")

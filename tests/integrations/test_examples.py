@@ -271,6 +271,29 @@ def test_ranks_train_a_checkpoint_as_transformers_does(ranks, qwen3_moe, experts
         same_losses(losses, wanted)
 
 
+def drawn(rank, experts):
+    """The losses of a run with drawn experts, their largest share over the mean, and the imbalance of the ranks."""
+    module, indices = example(NAME), []
+    imbalance = module.imbalance
+    module.imbalance = lambda chosen, count: indices.extend(chosen) or imbalance(chosen, count)
+    options = "--draw-experts", "--steps", "6", "--experts", experts
+    result = module.train(module.parsed([*FLAGS, *options]), torch.device("cpu"))
+    loads = torch.stack([index.flatten().bincount(minlength=8) for index in indices]).float()
+    assert all((index.sort(1).values.diff(dim=1) > 0).all() for index in indices)
+    return result["losses"], (loads.amax() / loads.mean()).item(), result["imbalance"]
+
+
+@needs_distributed
+@pytest.mark.distributed
+def test_experts_may_be_drawn(ranks):
+    (losses, most, imbalance), (_, other, _) = ranks.run(drawn, "fusedmoe")
+    assert losses[-1] < losses[0] - 0.3
+    assert max(most, other) < 1.5  # 32 slots per layer, rank and expert, with a deviation of 5
+    assert 1 <= imbalance < 1.3
+    (stock, *_), _ = ranks.run(drawn, "stock")
+    same_losses(losses, stock)
+
+
 def tensors_read(rank, folder):
     """The names of the tensors that this rank reads from a checkpoint."""
     module, names = example(NAME), []
@@ -313,8 +336,10 @@ def test_the_last_line_of_a_run_is_its_result():
     """In a process of its own: torch does not free a model under FSDP2 that was trained."""
     pytest.importorskip("transformers")
     options = "--steps", "5", "--every", "2", "--recipe", "fp8_block"
-    *printed, last = printed_by(NAME, *options).splitlines()
+    *printed, loads, last = printed_by(NAME, *options).splitlines()
     result = json.loads(last)
+    assert loads == "the busiest rank has 1.00 times the mean of the chosen slots"
+    assert result["imbalance"] == 1
     assert len(result["losses"]) == 5
     assert result["losses"][-1] < result["losses"][0] - 1
     assert result["tokens_per_s"] > 0
