@@ -24,18 +24,15 @@ from benchmarks.results import write
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "qwen3_moe_expert_parallel.py"
 STOCK = "transformers, FSDP2"
-DRAWN = ("--draw-experts",)
 VARIANTS = {
-    STOCK: ("--experts", "stock", *DRAWN),
-    f"{STOCK}, compiled": ("--experts", "stock", "--compile", *DRAWN),
-    "fusedmoe": DRAWN,
-    "fusedmoe, compiled": ("--compile", *DRAWN),
-    "fusedmoe, fp8_block, compiled": ("--recipe", "fp8_block", "--compile", *DRAWN),
-    "fusedmoe, fp8_block, codes travel, compiled": ("--recipe", "fp8_block", "--dispatch-fp8", "--compile", *DRAWN),
-    f"{STOCK}, compiled, random routers": ("--experts", "stock", "--compile"),
-    "fusedmoe, compiled, random routers": ("--compile",),
+    STOCK: ("--experts", "stock"),
+    f"{STOCK}, compiled": ("--experts", "stock", "--compile"),
+    "fusedmoe": (),
+    "fusedmoe, compiled": ("--compile",),
+    "fusedmoe, fp8_block, compiled": ("--recipe", "fp8_block", "--compile"),
+    "fusedmoe, fp8_block, codes travel, compiled": ("--recipe", "fp8_block", "--dispatch-fp8", "--compile"),
 }
-SIZES = {"shape": "qwen3-30b-a3b", "layers": 14, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
+SIZES = {"shape": "qwen3-30b-a3b", "layers": 12, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
 TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
 TIMEOUT_S = 300
 
@@ -45,10 +42,9 @@ SECTION = """\
 `python -m benchmarks --only ep-train` runs `examples/qwen3_moe_expert_parallel.py` on all GPUs of a machine: the first
 layers of Qwen3-30B-A3B with random weights, the text of docs/ by bytes, AdamW in fp32, products in bf16. *{stock}* has
 the experts of transformers, sharded by FSDP2 as all other parameters are. *compiled*: attention and norms are, by
-`torch.compile`. The experts of each token are drawn, all with the same probability, except with *random routers*, which
-send most tokens to the same few experts. The imbalance is the mean over layers of the busiest rank's slots over those
-of a mean rank, where ranks share experts; with experts under FSDP2, each rank computes its own tokens. The speed is the
-median over the intervals of {every} steps after the first one. Each of them ends with a collective of all ranks.
+`torch.compile`. The experts of each token are drawn, all with the same probability: random routers would send most
+tokens to the same few experts. The speed is the median over the intervals of {every} steps after the first one. Each of
+them ends with a collective of all ranks.
 """
 MEASURED = """\
 {ranks} x {machine}, torch {torch}, transformers {transformers}, commit {commit}: {layers} layers, {sequences} sequences
@@ -80,7 +76,7 @@ def _trained(ranks: int, sizes: dict[str, Any], text: Path, options: Iterable[st
     """Return the result of a job, or its error as ``note``."""
     batch, common = ranks * sizes["sequences"], ("shape", "layers", "length", "steps", "every")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(EXAMPLE), "--text", str(text), "--lr", "1e-4", "--batch", str(batch), *options]
+    command += [str(EXAMPLE), "--draw-experts", "--text", str(text), "--lr", "1e-4", "--batch", str(batch), *options]
     command += [word for name in common for word in (f"--{name}", str(sizes[name]))]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
@@ -112,12 +108,12 @@ def render(measured: Iterable[dict[str, Any]]) -> str:
         rows = [
             [
                 name, f"{row['tokens_per_s']:,.0f}", "" if stock is None else f"{row['tokens_per_s'] / stock:.2f}",
-                f"{max(row['peak_gib']):.1f}", f"{row['losses'][-1]:.3f}", f"{row['imbalance']:.2f}",
+                f"{max(row['peak_gib']):.1f}", f"{row['losses'][-1]:.3f}",
             ]
             for name, row in done.items()
         ]  # fmt: skip
         heading = {name: results[name] for name in ("ranks", "machine", "commit", "layers", "sequences", "length")}
         versions = {name: results["versions"][name] for name in ("torch", "transformers")}
-        head = ["experts", "tokens/s per GPU", f"x {STOCK}", "peak, GiB", "last loss", "imbalance"]
+        head = ["experts", "tokens/s per GPU", f"x {STOCK}", "peak, GiB", "last loss"]
         parts.append(MEASURED.format(**heading, **versions, steps=results["steps"], rows=table(head, rows)))
     return "\n".join(parts)

@@ -41,7 +41,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AttentionInterface, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import fusedmoe as fm
@@ -85,6 +86,9 @@ def new_model(
     """Return a model without values: the experts of this rank, and FSDP2's shards of all other parameters.
     ``compiled``: whether attention and norms are compiled when they first run.
     """
+    # without a function for its mask, attention is causal: to make one, the host would wait for the device in each step
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    config._attn_implementation = "causal"
     with torch.device("meta"):  # no rank has memory for all experts
         model = Qwen3MoeForCausalLM(config).to(dtype)
         if ep is not None:
@@ -98,11 +102,13 @@ def new_model(
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     for module in (*model.model.layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=experts)
+        # without experts, a layer is small: it stays gathered until its backward pass. None: the default of FSDP2
+        again = None if ep is None else False
+        fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=experts, reshard_after_forward=again)
+        module.set_gradient_divide_factor(1.0)  # sums over the ranks, as those of the experts are
+        module.set_force_sum_reduction_for_comms(True)
     model.to_empty(device=device)
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)  # its buffers are in no checkpoint
-    if ep is not None:
-        fm.expert_parallel.average_gradients(model)
     return model
 
 
@@ -186,16 +192,13 @@ def imbalance(indices: list[Tensor], experts: int) -> float:
 
 
 def draw_experts(model: nn.Module, device: torch.device) -> None:
-    """Let each router choose experts at random, all with the same probability. Their weights are the router's."""
+    """Let each router choose experts at random, all with the same probability. Weights: the softmax of their logits."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def drawn(gate: Any, args: Any, result: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, _ = result
         index = torch.rand(logits.shape, generator=generator, device=device).topk(weights.shape[1]).indices
-        probs = logits.float().softmax(-1).gather(1, index)
-        if gate.norm_topk_prob:
-            probs = probs / probs.sum(1, keepdim=True)
-        return logits, probs.to(weights.dtype), index
+        return logits, logits.gather(1, index).float().softmax(-1).to(weights.dtype), index
 
     for block in moe_blocks(model):
         block.gate.register_forward_hook(drawn)
@@ -271,11 +274,12 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         indices.clear()
         loss = model(input_ids=ids, labels=ids, use_cache=False, output_router_logits=False).loss
         loss = loss + config.router_aux_loss_coef * balance_loss(router_logits, config.num_experts_per_tok)
+        loss = loss / ranks  # gradients are sums over the ranks
         optimizer.zero_grad()
         loss.backward()
         fm.expert_parallel.clip_grad_norm_(model, 1.0)
         optimizer.step()
-        losses.append(loss.detach() / ranks)
+        losses.append(loss.detach())
         dist.all_reduce(losses[-1])
         progress = {"step": step, "sequences": progress["sequences"] + options.batch}
         if step % options.every == 0 or step == options.steps:
