@@ -32,7 +32,7 @@ VARIANTS = {
     "fusedmoe, fp8_block, compiled": ("--recipe", "fp8_block", "--compile"),
     "fusedmoe, fp8_block, codes travel, compiled": ("--recipe", "fp8_block", "--dispatch-fp8", "--compile"),
 }
-SIZES = {"shape": "qwen3-30b-a3b", "layers": 12, "length": 2048, "sequences": 4, "steps": 16, "every": 4}
+SIZES = {"shape": "qwen3-30b-a3b", "layers": 12, "length": 2048, "sequences": 4, "steps": 24, "every": 6}
 TINY = {"shape": "tiny", "layers": 1, "length": 32, "sequences": 1, "steps": 4, "every": 2}
 TIMEOUT_S = 300
 
