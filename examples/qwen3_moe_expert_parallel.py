@@ -13,9 +13,9 @@ of all ranks, so that a step does not depend on the number of ranks. A run goes 
 the batch and the experts.
 
 On GPUs, products are in bf16; weights, gradients and AdamW's state are in fp32, 16 bytes per parameter. With
-``--weights bfloat16`` they are in bf16, 8 bytes, and rounding removes small updates. ``--compile`` compiles attention
-and norms, most of whose time is elementwise. ``--experts stock`` leaves the experts to transformers and FSDP2, for
-comparison. Random routers send most tokens to the same few experts, which a trained model does not: with
+``--weights bfloat16`` they are in bf16, 8 bytes, and rounding removes small updates. ``--compile`` compiles attention,
+norms and the loss, most of whose time is elementwise. ``--experts stock`` leaves the experts to transformers and FSDP2,
+for comparison. Random routers send most tokens to the same few experts, which a trained model does not: with
 ``--draw-experts``, to measure the speed of random weights, the experts of each token are drawn, all with the same
 probability. Needs transformers.
 """
@@ -84,7 +84,7 @@ def new_model(
     config: Qwen3MoeConfig, ep: fm.ExpertParallel | None, device: torch.device, dtype: torch.dtype, compiled: bool
 ) -> Qwen3MoeForCausalLM:
     """Return a model without values: the experts of this rank, and FSDP2's shards of all other parameters.
-    ``compiled``: whether attention and norms are compiled when they first run.
+    ``compiled``: whether attention, norms and the loss are compiled when they first run.
     """
     # without a function for its mask, attention is causal: to make one, the host would wait for the device in each step
     AttentionInterface.register("causal", sdpa_attention_forward)
@@ -95,15 +95,16 @@ def new_model(
             for block in moe_blocks(model):
                 block.experts = Experts(config, ep).to(dtype)
     if compiled:  # parts without hooks of FSDP2, and without a graph break
+        model.loss_function = torch.compile(model.loss_function)
         for layer in model.model.layers:
             for part in (layer.self_attn, layer.input_layernorm, layer.post_attention_layernorm):
                 part.compile()
     experts = {*fm.expert_parallel.shards(model).values()}
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if device.type == "cuda" else MixedPrecisionPolicy()
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-    for module in (*model.model.layers, model):
-        # without experts, a layer is small: it stays gathered until its backward pass. None: the default of FSDP2
-        again = None if ep is None else False
+    for module in (*model.model.layers, model.lm_head, model):
+        # layers with experts are gathered again for the backward pass; all other parameters stay gathered
+        again = ep is None and module in [*model.model.layers]
         fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=experts, reshard_after_forward=again)
         module.set_gradient_divide_factor(1.0)  # sums over the ranks, as those of the experts are
         module.set_force_sum_reduction_for_comms(True)
@@ -320,7 +321,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--weights", choices=("float32", "bfloat16"), default="float32", help="on GPUs")
     parser.add_argument("--draw-experts", action="store_true", help="draw the experts of each token, for benchmarks")
     parser.add_argument("--experts", choices=("fusedmoe", "stock"), default="fusedmoe")
-    parser.add_argument("--compile", action="store_true", help="compile attention and norms")
+    parser.add_argument("--compile", action="store_true", help="compile attention, norms and the loss")
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")
     parser.add_argument("--engine", default="auto", help="of fm.ExpertParallel: auto, allgather, symmetric, alltoall")
     parser.add_argument("--dispatch-fp8", action="store_true", help="tokens travel between ranks as FP8 codes")
