@@ -13,6 +13,7 @@ import torch
 from kit.expert_parallel_ranks import compared
 from kit.two_ranks import in_ranks
 from torch import distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedmoe as fm
 from fusedmoe.base.log import forget_said
@@ -286,6 +287,7 @@ def drawn(rank, experts):
 @needs_distributed
 @pytest.mark.distributed
 def test_experts_may_be_drawn(ranks):
+    pytest.importorskip("transformers")
     (losses, most, imbalance), (_, other, _) = ranks.run(drawn, "fusedmoe")
     assert losses[-1] < losses[0] - 0.3
     assert max(most, other) < 1.5  # 32 slots per layer, rank and expert, with a deviation of 5
@@ -329,6 +331,60 @@ def test_a_run_on_four_ranks_goes_on_with_two_and_one(ranks, four, qwen3_moe, tm
     for name, parameter in model.state_dict().items():
         change = parameter - before[name]
         assert (got[name] - parameter).norm() < 1e-3 * change.norm(), name
+
+
+class ReadsOfValues(TorchDispatchMode):
+    """Counts the ops after which a host has a value: on a GPU, it waits for the device there."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.ops.append(op)
+        return op(*args, **kwargs or {})
+
+
+def reads_in_two_steps(rank, experts, patch):
+    """The ops that read values in the third and fourth step of five. Only the last one prints."""
+    module, mode, done, step = example(NAME), ReadsOfValues(), [], torch.optim.AdamW.step
+
+    def counted(optimizer, *args):
+        step(optimizer, *args)
+        done.append(optimizer)
+        if len(done) == 2:
+            mode.__enter__()
+        elif len(done) == 4:
+            mode.__exit__(None, None, None)
+
+    torch.optim.AdamW.step = counted
+    try:
+        if patch:  # a step with transformers' mask reads a value
+            module.AttentionInterface = type("Unregistered", (), {"register": lambda name, function: None})
+            module.Qwen3MoeForCausalLM = lambda config, make=module.Qwen3MoeForCausalLM: (
+                setattr(config, "_attn_implementation", "sdpa") or make(config)
+            )
+        module.train(module.parsed([*FLAGS, "--steps", "5", "--experts", experts]), torch.device("cpu"))
+    finally:
+        torch.optim.AdamW.step = step
+    return len(mode.ops)
+
+
+@needs_distributed
+@pytest.mark.distributed
+@pytest.mark.parametrize("experts", ["fusedmoe", "stock"])
+def test_no_host_waits_in_a_step(ranks, experts):
+    pytest.importorskip("transformers")
+    assert ranks.run(reads_in_two_steps, experts, False) == [0, 0]
+
+
+@needs_distributed
+@pytest.mark.distributed
+def test_the_mask_of_transformers_lets_the_host_wait(ranks):
+    """So the test above can fail."""
+    pytest.importorskip("transformers")
+    assert ranks.run(reads_in_two_steps, "fusedmoe", True) == [2, 2]
 
 
 @needs_distributed
