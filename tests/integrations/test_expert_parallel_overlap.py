@@ -19,14 +19,15 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 @on_each
 def compare(
     ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False,
-    fp8=False,
+    fp8=False, weights=None,
 ):  # fmt: skip
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
 
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
     rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name. ``quick``:
-    whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block".
+    whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block". ``weights``:
+    the dtype of routing weights of the caller.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
@@ -41,7 +42,7 @@ def compare(
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
         with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, GRADIENTS_AS_CODES):
-            expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training)
+            expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training, weights)
         other = ep
         if symmetric is not None:
             stack.enter_context(hopper.on_cpus(*symmetric))
@@ -50,7 +51,7 @@ def compare(
         for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
             kernels.calls.clear()
             made = hopper.layer(other, main_grad, *sizes)
-            got = hopper.trained(made, count, training)
+            got = hopper.trained(made, count, training, weights)
         calls = [*kernels.calls]
         assert not any(what["options"].zero_tail for _, what in calls if "options" in what)
         used = hopper.rules_of(made, count, training)
@@ -66,6 +67,7 @@ def compare(
 
 
 AGREED, MOST_TOKENS = {}, {"max_tokens": MOST}
+CODES = MOST_TOKENS | {"dispatch_dtype": torch.float8_e4m3fn}
 FORWARD = {"sm90.gemm_activation_of_arriving_tokens", "sm90.gemm_of_leaving_rows"}
 # ranks, settings, tokens, options of `compare`, the rules, the launches in ranges of rows
 CASES = {
@@ -124,6 +126,20 @@ def test_the_engine_symmetric_on_four_ranks(hopper_ranks, folder):
         assert used <= OVERLAPS.keys()
 
 
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("codes", [False, True])
+def test_no_conversion_of_routing_weights_keeps_a_product_from_following_rows(hopper_ranks, folder, weights, codes):
+    """The stand-in of a product that begins beside `Pull` takes a row scale in fp32 only. Experts of transformers have
+    weights in the dtype of the tokens.
+    """
+    options = {"symmetric": (folder,), "weights": weights, "fp8": codes}
+    settings, others = (CODES, FP8_OTHERS) if codes else (MOST_TOKENS, OTHERS)
+    for used, launched, parts in hopper_ranks.run(compare, 2, settings, UNEVEN, disabled=(others,) * 4, **options)[:2]:
+        assert ARRIVING_CODES in used if codes else used == OVERLAPS.keys()
+        assert launched == (2 if codes else 3)
+        assert 2 in parts
+
+
 @on_each
 def declined(ep, reason, expected, most_ranks=32):
     """The rules that decline for a reason; the others keep the bits of separate steps."""
@@ -175,9 +191,6 @@ def test_results_in_fp8_have_the_bits_of_separate_steps(hopper_ranks, folder, si
     for used, launched, _ in found[:size]:
         assert used == {*FP8_OVERLAPS} if options.get("training", True) else {"sm90.fp8_gemm_of_leaving_rows"}
         assert launched == (0 if options.get("quick") else 1)
-
-
-CODES = MOST_TOKENS | {"dispatch_dtype": torch.float8_e4m3fn}
 
 
 @pytest.mark.parametrize(("size", "tokens", "options"), [

@@ -74,16 +74,23 @@ def layer(ep, main_grad=False, hidden=HIDDEN, intermediate=INTERMEDIATE):
     return made
 
 
-def trained(made, count, training=True):
-    """Output and gradients, by name."""
+def trained(made, count, training=True, weights=None):
+    """Output and gradients, by name. ``weights``: the dtype of routing weights of the caller; None for the router's."""
     generator = torch.Generator().manual_seed(made.expert_parallel.rank + 1)
     x, dy = (torch.randn(count, made.hidden, generator=generator).to(BF16) for _ in range(2))
     x.requires_grad_(training)
+    weight = None
     with torch.set_grad_enabled(training):
-        y = made(x)
+        if weights is None:
+            y = made(x)
+        else:
+            probs, index = torch.randn(count, EXPERTS, generator=generator).softmax(-1).topk(CHOSEN)
+            weight = probs.to(weights).requires_grad_(training)
+            y = made.experts(x, expert_index=index, expert_weight=weight)
     found = {"y": y.detach()}
     if training:
         y.backward(dy)
+        found |= {} if weight is None else {"expert_weight": weight.grad}
         found |= {"x": x.grad} | {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
         for name, p in made.named_parameters():
             if hasattr(p, "main_grad"):

@@ -239,12 +239,16 @@ def _rows_of(part, experts):
 
 def _of_rows(name, product, offsets, experts, x, gather, by_rows, ranges, out=None):
     """The results of ``product(x, offsets, *by_rows)``: at once, or for `ranges` a launch per part of the offsets, a
-    call per expert. Each part is written before the next is taken, which a step between may have to wait for.
+    call per expert. Each part is written before the next is taken, which a step between may have to wait for. The row
+    scale is the last of ``by_rows``.
     """
     if not ranges:
         return product(_gathered(name, x, gather), offsets, *by_rows)
     results, rows = None if out is None else [out], len(_first(x) if gather is None else gather)
     for part in offsets:
+        scale = by_rows[-1]
+        converted = scale is not None and scale.dtype is not torch.float32
+        assert not (part.beside and converted), "the product begins after the kernel that converts its row scale"
         for expert, (start, end) in _rows_of(part, experts):
             # rows of no expert are those after all offsets
             one = torch.tensor([0] * expert + [end - start] * (experts - expert), dtype=torch.int32)

@@ -80,6 +80,15 @@ def _check_routing(ctx: PlanContext, fc: GroupedLinear, scale: Scale | None) -> 
     return check_row_scale(ctx, "scale.factor")
 
 
+def _fp32(factor: Tensor | None) -> Tensor | None:
+    """Return a row scale as products read it.
+
+    A step converts it before rows arrive. The product begins beside the copies of these rows only if no other kernel is
+    between the two.
+    """
+    return None if factor is None else factor.float()
+
+
 def _sent(expert_parallel: ExpertParallel, scale: Tensor) -> Tensor:
     """Return scales as an engine sends them: a kernel takes any strides, a collective none."""
     return scale if expert_parallel.engine.by_kernels else scale.contiguous()
@@ -147,7 +156,7 @@ class GemmActivationOfArrivingTokens(
         # memory for E offsets, which may be more than there are rows
         offsets = rows.new_empty(experts)
         ranges = Ranges(ep, offsets, rows, total, beside, ctx.options.zero_tail)
-        factors = factor.view(-1)[:room] if scaled else None
+        factors = factor.new_empty(room, dtype=torch.float32) if scaled else None
         quick = is_quick(ep, us_of_step(ep, total, chosen, row_flops, TFLOPS))
         product = products.bind_grouped_gemm_activation(
             tokens, weight, bias, factors, activation_of(self.act), keeps_p, ctx.options, rows, ranges=not quick
@@ -159,9 +168,10 @@ class GemmActivationOfArrivingTokens(
             index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, _, _, token_of_row, offsets = provided
+            factors = _fp32(probs) if scaled else None
             tokens = arriving.wait(2) if quick else arriving.unfinished(2)
             parts = offsets if quick else ranges.arriving(offsets, token_of_row, arriving, 2)
-            result = product(tokens, weight, bias, parts, probs if scaled else None, token_of_row)
+            result = product(tokens, weight, bias, parts, factors, token_of_row)
             y, *p = result if keeps_p else (result,)
             kept = {"gather.output": tokens, "act.input": p[0] if p else None}
             return index, expert_weight, *gather.empty(x), *provided, y, *(kept[name] for name in keep)
@@ -254,10 +264,11 @@ class Fp8GemmActivationOfArrivingTokens(
         rows = codes.new_empty(room, x.shape[1], dtype=codes.dtype), block_functions.scale_like(x, room, x.shape[1])
         result = None if self.of_result is None or self.of_result.quantizer is None else self.of_result.quantizer.format
         operands = Codes(*rows), Codes(weight, weight_scale)
+        factors = factor.new_empty(room, dtype=torch.float32) if scaled else None
         product = of_codes(
             products.bind_grouped_gemm_activation(
-                *operands, bias, factor.view(-1)[:room] if scaled else None, activation_of(self.act),
-                "act.input" in keep, ctx.options, quantized=result, ranges=not quick,
+                *operands, bias, factors, activation_of(self.act), "act.input" in keep, ctx.options, quantized=result,
+                ranges=not quick,
             ),
             *operands,
         )  # fmt: skip
@@ -279,6 +290,7 @@ class Fp8GemmActivationOfArrivingTokens(
             index, expert_weight = gather.counted(arriving.wait(0)), arriving.wait(1)
             provided = route(index, expert_weight)
             _, probs, row_of_slot, _, token_of_row, offsets = provided
+            factors = _fp32(probs) if scaled else None
             row_of_slot = row_of_slot.view(index.shape)
             parts: Any
             if ranges is None:
@@ -287,7 +299,7 @@ class Fp8GemmActivationOfArrivingTokens(
             else:
                 scale, codes = arriving.unfinished(2), arriving.unfinished(3)
                 rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, 2, scatter)
-            results = product(*rows, weight, weight_scale, bias, parts, probs if scaled else None)
+            results = product(*rows, weight, weight_scale, bias, parts, factors)
             y, p = (results[:-1], results[-1:]) if "act.input" in keep else (results, ())
             kept = []
             if by_columns is not None or "gather.output" in keep:
@@ -394,19 +406,20 @@ class DgradActivationOfArrivingGradients(
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
         beside = beside_exchange(options, expert_parallel)
         quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, DERIVATIVE_TFLOPS))
+        factors = None if factor is None else torch.empty_like(factor, dtype=torch.float32)
         product = products.bind_grouped_gemm_activation_backward(
-            like, weight, preactivation, factor, activation, True, scale_grad, beside, token_of_row, ranges=not quick
+            like, weight, preactivation, factors, activation, True, scale_grad, beside, token_of_row, ranges=not quick
         )
         y = dy.new_empty(preactivation.shape[0], weight.shape[2])
         wgrad = of_rows(self.wgrad, dtype, options, "grad_output", False, like, y, offsets, token_of_row)
 
         def run(*tensors: Any) -> tuple[Tensor | None, ...]:
             dy, gathered_index, rank_experts, token_of_row, weight, offsets, preactivation, factor = tensors
-            main_grad = wgrad.main_grad()
+            main_grad, factors = wgrad.main_grad(), _fp32(factor)
             arriving = dback.start(dy.contiguous(), gathered_index, rank_experts)
             gathered = arriving.wait(0) if quick else arriving.unfinished(0)
             parts = offsets if quick else ranges.arriving(offsets, token_of_row, arriving, 0)
-            grad, y, grad_factor = product(gathered, weight, parts, preactivation, factor, token_of_row)
+            grad, y, grad_factor = product(gathered, weight, parts, preactivation, factors, token_of_row)
             assert y is not None
             grad_weight = wgrad(main_grad, gathered, y, offsets, token_of_row)
             if grad_factor is None or factor is None:
