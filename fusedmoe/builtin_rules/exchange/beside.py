@@ -352,7 +352,11 @@ class _Exchanged:
 
 
 class ReturnsByKernels(Returns):
-    """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``."""
+    """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``.
+
+    - ``sms``: those of `PushSums`.
+    - ``tiles``: of the product that computes the rows, as for `bind_push_sums`; None if the rows are there.
+    """
 
     def __init__(
         self,
@@ -362,7 +366,8 @@ class ReturnsByKernels(Returns):
         scale: Tensor | None,
         values: Tensor | None,
         tokens: int,
-        beside: bool,
+        sms: int,
+        tiles: tuple[int, int] | None = None,
     ) -> None:
         assert scale is None
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
@@ -371,14 +376,13 @@ class ReturnsByKernels(Returns):
         places, self.nbytes = exchange_functions.places(sizes)
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
-        sms = BESIDE_SMS if beside else ALONE_SMS
-        self.push = exchange_functions.bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms)
+        self.push = exchange_functions.bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles)
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
 
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
-    ) -> Leaving:
+    ) -> _Pushed:
         return _Pushed(self, rows, row_of_slot, None if values is None else values.contiguous())
 
 
@@ -389,8 +393,9 @@ class _Pushed:
         self._returns, self._given = returns, (rows, row_of_slot, values)
         self._channel = returns.engine.channel(returns.nbytes, returns.device, returns=True)
 
-    def leave(self) -> None:
-        self._returns.push(self._channel.region, *self._given)
+    def leave(self, blocks: Tensor | None = None) -> None:
+        """Launch `PushSums`. ``blocks``: those of the product that computes the rows."""
+        self._returns.push(self._channel.region, *self._given, blocks)
 
     def finish(self) -> tuple[Tensor, Tensor | None]:
         returns, (rows, row_of_slot, _) = self._returns, self._given
@@ -420,26 +425,19 @@ class ReturnsOfProduct:
         options: KernelOptions,
         sms: int,
     ) -> None:
-        (every, chosen), ranks, rank = row_of_slot.shape, expert_parallel.ranks, expert_parallel.rank
-        each, device = every // ranks, rows.device
-        (at_parts,), nbytes = exchange_functions.places([every * rows.shape[1] * rows.itemsize])
-        self._engine, self._nbytes, self._device = expert_parallel.engine, nbytes, device
-        self._ranges, self._own = ranges, slice(rank * each, (rank + 1) * each)
+        self._ranges = ranges
         self._product, tiles = counted(replace(options, exchange_sms=sms))
-        self._push = exchange_functions.bind_push_sums(rows, row_of_slot, None, at_parts, at_parts, sms, tiles)
-        self._total = exchange_functions.bind_total(rows, tokens, chosen, None, each, at_parts, at_parts)
+        self._returns = ReturnsByKernels(expert_parallel, rows, row_of_slot, None, None, tokens, sms, tiles)
 
     def run(
         self, given: Sequence[Any], rows: Tensor, row_of_slot: Tensor, offsets: Tensor, token_of_row: Tensor
     ) -> Tensor:
         """Return the results of this rank's tokens, and write the ``rows`` of the product of the ``given`` tensors."""
-        channel = self._engine.channel(self._nbytes, self._device, returns=True)
+        leaving = self._returns.begin(rows, row_of_slot)
         blocks = self._ranges.leaving(offsets, token_of_row)
         self._product(*given, blocks, rows)
-        # nothing may come before: it begins beside the product
-        self._push(channel.region, rows, row_of_slot, None, blocks)
-        y, _ = self._total(channel.region, rows, row_of_slot[self._own])
-        self._engine.returned()
+        leaving.leave(blocks)  # nothing may come before: it begins beside the product
+        y, _ = leaving.finish()
         return y
 
 
@@ -455,5 +453,6 @@ def bind_returns(
 ) -> Returns:
     """Return the `Returns` of an engine; ``beside``: whether a product runs while sums leave."""
     if expert_parallel.engine.by_kernels:
-        return ReturnsByKernels(expert_parallel, rows, row_of_slot, scale, values, tokens, beside)
+        sms = BESIDE_SMS if beside else ALONE_SMS
+        return ReturnsByKernels(expert_parallel, rows, row_of_slot, scale, values, tokens, sms)
     return ReturnsByExchange(expert_parallel, rows, row_of_slot, scale, values, tokens)
