@@ -24,13 +24,14 @@ from benchmarks.results import write
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "qwen3_moe_expert_parallel.py"
 STOCK = "transformers, FSDP2"
+OURS = ("--capacity", "2")  # memory for twice the rows of even routing; more rows would be an error
 VARIANTS = {
     STOCK: ("--experts", "stock"),
     f"{STOCK}, compiled": ("--experts", "stock", "--compile"),
-    "fusedmoe": (),
-    "fusedmoe, compiled": ("--compile",),
-    "fusedmoe, fp8_block, compiled": ("--recipe", "fp8_block", "--compile"),
-    "fusedmoe, fp8_block, codes travel, compiled": ("--recipe", "fp8_block", "--dispatch-fp8", "--compile"),
+    "fusedmoe": OURS,
+    "fusedmoe, compiled": (*OURS, "--compile"),
+    "fusedmoe, fp8_block, compiled": (*OURS, "--recipe", "fp8_block", "--compile"),
+    "fusedmoe, fp8_block, codes travel, compiled": (*OURS, "--recipe", "fp8_block", "--dispatch-fp8", "--compile"),
 }
 SIZES = {"shape": "qwen3-30b-a3b", "layers": 14, "length": 2048, "sequences": 4, "steps": 24, "every": 6}
 LAYERS_OF_140_GB = 26  # as many as fit; SIZES has those of 80 GB
@@ -44,9 +45,11 @@ SECTION = """\
 layers of Qwen3-30B-A3B with random weights, the text of docs/ by bytes, AdamW in fp32, products in bf16. *{stock}* has
 the experts of transformers, sharded by FSDP2 as all other parameters are. *compiled*: attention, norms and the loss
 are, by `torch.compile`. The experts of each token are drawn, all with the same probability: random routers would send
-most tokens to the same few experts. As many layers are kept as fit into memory, which all variants allocate by
-`expandable_segments`. The speed is the median over the intervals of {every} steps after the first one. Each of them
-ends with a collective of all ranks. At commit 91fede5d, the loss was not compiled, and memory was not allocated so.
+most tokens to the same few experts. A rank has memory for twice the rows of even routing (`capacity=2`), and more would
+be an error. As many layers are kept as fit into memory, which all variants allocate by `expandable_segments`. The speed
+is the median over the intervals of {every} steps after the first one. Each of them ends with a collective of all ranks.
+At commit 91fede5d, a rank had memory for all rows that it could get, without `expandable_segments`, and the loss was
+not compiled.
 """
 MEASURED = """\
 {ranks} x {machine}, torch {torch}, transformers {transformers}, commit {commit}: {layers} layers, {sequences} sequences

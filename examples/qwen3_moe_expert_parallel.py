@@ -230,6 +230,7 @@ def train(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         ep = fm.ExpertParallel(
             engine=options.engine,
             max_tokens=tokens,
+            capacity=options.capacity,
             batch_rows=options.batch_rows,
             dispatch_dtype=torch.float8_e4m3fn if options.dispatch_fp8 else None,
         )
@@ -325,6 +326,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--recipe", default="bf16", help="of fusedmoe's experts: bf16, fp8_block, ...")
     parser.add_argument("--engine", default="auto", help="of fm.ExpertParallel: auto, allgather, symmetric, alltoall")
     parser.add_argument("--dispatch-fp8", action="store_true", help="tokens travel between ranks as FP8 codes")
+    parser.add_argument("--capacity", type=float, help="of fm.ExpertParallel, for less memory; an overflow is an error")
     parser.add_argument("--batch-rows", type=int, help="of fm.ExpertParallel, for less memory")
     parser.add_argument("--every", type=int, default=10, help="steps between two lines of output")
     parser.add_argument("--save", type=Path, help="folder for a checkpoint at the end")

@@ -57,11 +57,12 @@ def on_device(rank, quick=False):
 _made = {}
 
 
-def exchange(engine, most=MOST, wire=None):
-    """One object per engine and ``dispatch_dtype``, as a model has."""
-    key = engine, most, wire
+def exchange(engine, most=MOST, wire=None, capacity=None):
+    """One object per engine, ``dispatch_dtype`` and capacity, as a model has."""
+    key = engine, most, wire, capacity
     if key not in _made:
-        _made[key] = fm.ExpertParallel(engine=engine, max_tokens=most, timeout_s=60, dispatch_dtype=wire)
+        settings = {"max_tokens": most, "timeout_s": 60, "dispatch_dtype": wire, "capacity": capacity}
+        _made[key] = fm.ExpertParallel(engine=engine, overflow="drop", **settings)
     return _made[key]
 
 
@@ -228,8 +229,10 @@ def test_ranks_with_different_steps(ranks):
     ranks.run(mixed)
 
 
-def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None):
-    """A layer on all ranks, by both engines, with and without overlaps; ``wire``: the ``dispatch_dtype``."""
+def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None, capacity=None):
+    """A layer on all ranks, by both engines, with and without overlaps; ``wire``: the ``dispatch_dtype``. Return the
+    slots that found no row, of each engine.
+    """
     on_device(rank, quick)
     x, grad = data(tokens[rank], rank)
     overlaps, others = (OVERLAPS, OTHERS) if recipe == "bf16" else (FP8_OVERLAPS, FP8_OTHERS)
@@ -239,13 +242,22 @@ def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None):
     for engine in ("allgather", "symmetric"):
         for disabled in (overlaps, others):
             with fm.disabled(*disabled), fm.recipe(recipe):
-                made = layer(exchange(engine, wire=wire), rank, chosen=chosen)
+                made = layer(exchange(engine, wire=wire, capacity=capacity), rank, chosen=chosen)
                 found[engine, disabled] = results(made, x, grad)
                 used = {step.rule for step in made.explain(x).steps}
     for got in found.values():
         assert_same(got, found["allgather", overlaps])
     assert got[0].any() or not tokens[rank]
     assert used >= {*overlaps}
+    return [exchange(engine, wire=wire, capacity=capacity).dropped() for engine in ("allgather", "symmetric")]
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block"])
+@pytest.mark.parametrize("capacity", [0.6, 1.5])
+def test_layers_with_a_capacity_have_the_bits_of_allgather(ranks, capacity, recipe):
+    for by_copies, by_kernels in ranks.run(with_engines, TOKENS["uneven"], CHOSEN, False, recipe, None, capacity):
+        assert by_copies == by_kernels
+        assert (by_copies > 0) is (capacity < 1)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

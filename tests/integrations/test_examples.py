@@ -272,12 +272,12 @@ def test_ranks_train_a_checkpoint_as_transformers_does(ranks, qwen3_moe, experts
         same_losses(losses, wanted)
 
 
-def drawn(rank, experts):
+def drawn(rank, *arguments):
     """The losses of a run with drawn experts, their largest share over the mean, and the imbalance of the ranks."""
     module, indices = example(NAME), []
     imbalance = module.imbalance
     module.imbalance = lambda chosen, count: indices.extend(chosen) or imbalance(chosen, count)
-    options = "--draw-experts", "--steps", "6", "--experts", experts
+    options = "--draw-experts", "--steps", "6", *arguments
     result = module.train(module.parsed([*FLAGS, *options]), torch.device("cpu"))
     loads = torch.stack([index.flatten().bincount(minlength=8) for index in indices]).float()
     assert all((index.sort(1).values.diff(dim=1) > 0).all() for index in indices)
@@ -288,12 +288,23 @@ def drawn(rank, experts):
 @pytest.mark.distributed
 def test_experts_may_be_drawn(ranks):
     pytest.importorskip("transformers")
-    (losses, most, imbalance), (_, other, _) = ranks.run(drawn, "fusedmoe")
+    (losses, most, imbalance), (_, other, _) = ranks.run(drawn)
     assert losses[-1] < losses[0] - 0.3
     assert max(most, other) < 1.5  # 32 slots per layer, rank and expert, with a deviation of 5
     assert 1 <= imbalance < 1.3
-    (stock, *_), _ = ranks.run(drawn, "stock")
+    (stock, *_), _ = ranks.run(drawn, "--experts", "stock")
     same_losses(losses, stock)
+
+
+@needs_distributed
+@pytest.mark.distributed
+def test_a_capacity_that_suffices_changes_nothing(ranks):
+    pytest.importorskip("transformers")
+    (losses, *_), _ = ranks.run(drawn)
+    (limited, *_), _ = ranks.run(drawn, "--capacity", "1.5")
+    same_losses(limited, losses)
+    with pytest.raises(AssertionError, match="capacity"):
+        ranks.run(drawn, "--capacity", "0.5")
 
 
 def tensors_read(rank, folder):
