@@ -184,27 +184,29 @@ def _beside(o: Operands, wgrad: Callable[[bool], Callable[[], Tensor]]) -> tuple
     return found[0], found[1]
 
 
-def wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) -> tuple[Values, Values]:
-    """The last weight gradient of a layer in bf16; ``adds``: added to a gradient."""
+def wgrad_beside_sum(
+    o: Operands, options: KernelOptions, adds: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Values, Values]:
+    """The last weight gradient of a layer of bf16, in a dtype; ``adds``: added to a gradient."""
 
     def wgrad(beside: bool) -> Callable[[], Tensor]:
         operands = o.dy, o.inner, o.offsets
-        run = products.bind_grouped_wgrad(
-            *operands, torch.bfloat16, adds, options, o.token_of_row, "grad_output", beside
-        )
+        run = products.bind_grouped_wgrad(*operands, dtype, adds, options, o.token_of_row, "grad_output", beside)
         out = torch.ones_like(o.down) if adds else None
         return lambda: run(*operands, out, o.token_of_row)
 
     return _beside(o, wgrad)
 
 
-def fp8_wgrad_beside_sum(o: Operands, options: KernelOptions, adds: bool = False) -> tuple[Values, Values]:
-    """The last weight gradient of a layer in FP8; ``adds``: added to a gradient."""
+def fp8_wgrad_beside_sum(
+    o: Operands, options: KernelOptions, adds: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Values, Values]:
+    """The last weight gradient of a layer of FP8, in a dtype; ``adds``: added to a gradient."""
     dy, x = (quantize(rows, fp8_block(), -2, offsets=o.offsets) for rows in (o.rows, o.inner))
     operands = Codes(dy.data, with_strides(dy.scale)), Codes(x.data, with_strides(x.scale)), o.offsets
 
     def wgrad(beside: bool) -> Callable[[], Tensor]:
-        run = products.bind_grouped_wgrad(*operands, torch.bfloat16, adds, options, beside=beside)
+        run = products.bind_grouped_wgrad(*operands, dtype, adds, options, beside=beside)
         out = torch.ones_like(o.down) if adds else None
         return lambda: run(*operands, out)
 
@@ -395,8 +397,10 @@ DIRECT = (
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),
     Direct("weight gradient beside a sum", wgrad_beside_sum, tiles=3),
     Direct("added weight gradient beside a sum", partial(wgrad_beside_sum, adds=True), tiles=3),
+    Direct("weight gradient in fp32 beside a sum", partial(wgrad_beside_sum, dtype=torch.float32), tiles=3),
     Direct("FP8 weight gradient beside a sum", fp8_wgrad_beside_sum, tiles=3),
     Direct("added FP8 weight gradient beside a sum", partial(fp8_wgrad_beside_sum, adds=True), tiles=3),
+    Direct("FP8 weight gradient in fp32 beside a sum", partial(fp8_wgrad_beside_sum, dtype=torch.float32), tiles=3),
     *(replace(Direct("sum over slots beside", wgrad_beside_sum), top_k=top_k) for top_k in (2, 4)),
     Direct("FP8 activation of ranges", fp8_activation_of_ranges),
     Direct("FP8 activation of ranges, without preactivation", partial(fp8_activation_of_ranges, keep=False)),

@@ -51,6 +51,7 @@ class Layer:
     bias: bool = False
     main_grad: bool = False  # weight gradients are added to ``main_grad``
     summed: bool = False  # weight gradients are added to ``grad``
+    autocast: bool = False  # autocast casts the weights, which are fp32: their gradients are fp32 too
     frozen: str = ""  # the weight without a gradient
     transposed: bool = False  # weights have unit stride along their output features
     grad: bool = True  # with a backward pass
@@ -80,8 +81,9 @@ def _layers() -> tuple[Layer, ...]:
     rows, tokens = Layer(kind="rows"), Layer(kind="tokens", scaled=True)
     scaled, no_grad = replace(rows, scaled=True), replace(rows, grad=False)
     transposed = replace(rows, transposed=True)
-    with_4_tiles = rows, scaled, replace(rows, main_grad=True), replace(rows, summed=True)
+    with_4_tiles = rows, scaled, replace(rows, main_grad=True), replace(rows, summed=True), replace(rows, autocast=True)
     with_3_tiles = [no_grad, tokens, replace(tokens, main_grad=True), replace(tokens, summed=True)]
+    with_3_tiles += [replace(tokens, autocast=True)]
     with_3_tiles += [replace(tokens, grad=False), replace(rows, frozen="2.weight")]
     made = [replace(layer, tiles=4) for layer in with_4_tiles]
     made += [replace(layer, tiles=3) for layer in with_3_tiles]
@@ -102,6 +104,7 @@ def _layers() -> tuple[Layer, ...]:
     for recipe in ("fp8_block", "fp8_tensor"):
         of_rows, of_tokens = replace(rows, recipe=recipe, tiles=3), replace(tokens, recipe=recipe, tiles=3)
         made += [of_rows, replace(of_rows, scaled=True), replace(of_rows, main_grad=True)]
+        made += [replace(of_rows, autocast=True), replace(of_tokens, autocast=True)]
         made += [replace(of_rows, summed=True), of_tokens, replace(no_grad, recipe=recipe)]
         frozen = "" if recipe == "fp8_tensor" else "2.weight"
         in_bf16 = replace(of_rows, recipe=f"{recipe}, wgrad in bf16", tiles=2)
@@ -225,7 +228,8 @@ class MadeLayer:
         layer = self.layer
         if layer.kind == "stored":
             return self._maker(Case(layer.kind, layer.recipe, Layout("", (0,) * layer.experts))).stored(features, width)
-        made = fm.GroupedLinear(layer.experts, width, features, bias=layer.bias, dtype=self.dtype)
+        dtype = torch.float32 if layer.autocast else self.dtype
+        made = fm.GroupedLinear(layer.experts, width, features, bias=layer.bias, dtype=dtype)
         if layer.transposed:
             made.weight = nn.Parameter(made.weight.detach().mT.contiguous().mT)
         if layer.main_grad:
@@ -255,7 +259,9 @@ class MadeLayer:
         layer, module = self.layer, self.module
         splits = rows_per_expert(distribution, layer.experts, layer.rows)
         layout = Layout(distribution, tuple(splits), layer.rows - sum(splits))
-        case = Case(layer.kind, layer.recipe, layout, main_grad=layer.main_grad, summed=layer.summed)
+        case = Case(
+            layer.kind, layer.recipe, layout, main_grad=layer.main_grad, summed=layer.summed, autocast=layer.autocast
+        )  # fmt: skip
         make = self._maker(case)
         if layer.kind in ("rows", "first", "stored"):
             features = layer.intermediate if layer.kind == "first" else layer.hidden

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,56 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def cast_arguments(
-    arguments: Sequence[Tensor | None], dtype: torch.dtype, casts: Sequence[bool]
+    arguments: Sequence[Tensor | None], dtype: torch.dtype, casts: Sequence[bool], weights: Collection[int] = ()
 ) -> list[Tensor | None]:
-    """Return the arguments of a chain in this dtype, except those of fp64. ``casts`` is whether each one is cast."""
+    """Return the arguments of a chain in this dtype, except those of fp64.
+
+    ``casts`` is whether each one is cast. ``weights`` are the positions of those whose casts are `CastWeight`.
+    """
     return [
-        t.to(dtype) if cast and t is not None and is_cast(t.dtype) else t
-        for t, cast in zip(arguments, casts, strict=True)
+        (cast_weight(t, dtype) if i in weights else t.to(dtype)) if cast and t is not None and is_cast(t.dtype) else t
+        for i, (t, cast) in enumerate(zip(arguments, casts, strict=True))
     ]
+
+
+class CastWeight(torch.autograd.Function):
+    """A weight in the dtype of autocast, as ``weight.to(dtype)``.
+
+    A kernel may write the gradient in the dtype of the parameter, unrounded. Autograd rounds a gradient to the dtype of
+    its tensor, so the backward pass gives it None, and sets ``unrounded`` of this function's node.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype, ctx.unrounded = weight.dtype, None
+        ctx.set_materialize_grads(False)
+        return weight.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+        unrounded, ctx.unrounded = ctx.unrounded, None
+        if grad is None:
+            return unrounded, None
+        grad = grad.to(ctx.dtype)  # of another use of the weight, such as in a first derivative
+        return grad if unrounded is None else grad + unrounded, None
+
+
+# without the work for functorch, see `fusedmoe.call.autograd`
+_cast = super(torch.autograd.Function, CastWeight).apply
+
+
+def cast_weight(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight in the dtype of autocast, by `CastWeight` if it is a plain fp32 tensor that gets a gradient."""
+    if (
+        t.requires_grad
+        and t.dtype is torch.float32
+        and dtype is not torch.float32
+        and type(t) in (Tensor, torch.nn.Parameter)
+        and torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+    ):
+        return _cast(t, dtype)  # type: ignore[no-any-return, no-untyped-call]
+    return t.to(dtype)
 
 
 def cast_specs(

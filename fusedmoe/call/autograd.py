@@ -26,7 +26,7 @@ from fusedmoe.fusion.program.differentiable import SecondOrderError
 from fusedmoe.fusion.program.plan import BoundPlan
 from fusedmoe.fusion.program.signature import DTYPE, signature
 from fusedmoe.ops.op import Op
-from fusedmoe.ops.state import grad_sums, weight_cache
+from fusedmoe.ops.state import grad_sums, uncast_grads, weight_cache
 
 Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
@@ -54,7 +54,11 @@ class _RunPlan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BoundPlan = ctx.call
+        uncast: dict[Op, uncast_grads.Uncast] = {}
         try:
+            if call.summed_weights:
+                nodes = _nodes_of_weights(ctx)
+                uncast = uncast_grads.find(nodes)
             if torch.is_grad_enabled():  # under create_graph=True
                 return _differentiable_gradients(ctx, *grads)
             with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
@@ -62,15 +66,19 @@ class _RunPlan(torch.autograd.Function):
                 # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
                 if call.summed_weights:
-                    sums = grad_sums.find(_nodes_of_weights(ctx), in_graph=False)
-                    with grad_sums.offered(sums):
+                    sums = grad_sums.find(nodes, in_graph=False)
+                    with grad_sums.offered(sums), uncast_grads.offered(uncast):
                         gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
                 else:
                     gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
+            if uncast:
+                gradients = uncast_grads.given(uncast, gradients)
             for layer, i in call.quantized_weights:
                 weight_cache.note_gradient(layer, gradients[i], ctx.passed.get(layer))
             if call.summed_weights:
                 gradients = grad_sums.without_sums(sums, gradients)
+            if uncast:
+                gradients = uncast_grads.handed_over(uncast, gradients)
             return (None, *gradients)
         except Exception as error:
             _raise_if_batched(call, grads, error)

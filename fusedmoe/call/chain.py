@@ -46,6 +46,7 @@ class Chain:
     - ``parameters`` (list of (Op, str, str)): for each parameter its op, its name in the op, and its name in the chain.
     - ``casts`` (tuple of bool): whether autocast casts each of `arguments`. Runtime inputs keep their dtypes; see also
       `Op.autocasts`.
+    - ``weights`` (frozenset of int): the positions, among `arguments`, of weights whose gradients kernels may write.
     - ``name`` (str): the chain's name in a model, for log lines; empty if it is not known.
     """
 
@@ -75,6 +76,10 @@ class Chain:
             *[False] * len(self.inputs),
             *[op.autocasts and not stored for (op, _, _), stored in zip(self.parameters, self._stored, strict=True)],
         )
+        self.weights = frozenset(
+            i for i, (op, name, _) in enumerate(self.parameters, 1 + len(self.inputs))
+            if name == "weight" and getattr(op, "gives_grad", False)
+        )  # fmt: skip
         self.name = ""
         self.table = PlanTable(self)
         self._last: LastCall | None = None
@@ -102,7 +107,7 @@ class Chain:
         elif (dtype := autocast_dtype(x.device)) is None:
             results = self._run(arguments, tensors, CallContext(*context))
         else:
-            cast = cast_arguments(arguments, dtype, self.casts)
+            cast = cast_arguments(arguments, dtype, self.casts, self.weights)
             with without_autocast(x.device):
                 results = self._run(cast, signature(cast), CallContext(*context), arguments)
         if not self.returns_rows:

@@ -19,7 +19,7 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 @on_each
 def compare(
     ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False,
-    fp8=False, weights=None,
+    fp8=False, weights=None, autocast=False,
 ):  # fmt: skip
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
@@ -27,7 +27,7 @@ def compare(
     ``divided``: the experts whose rows come in ranges, by rank, None for those that the rules choose. ``disabled``: the
     rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name. ``quick``:
     whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block". ``weights``:
-    the dtype of routing weights of the caller.
+    the dtype of routing weights of the caller. ``autocast``: whether autocast casts the weights, which are fp32.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
@@ -41,8 +41,10 @@ def compare(
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
+        stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
+        dtype = torch.float32 if autocast else torch.bfloat16
         with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, GRADIENTS_AS_CODES):
-            expected = hopper.trained(hopper.layer(ep, main_grad, *sizes), count, training, weights)
+            expected = hopper.trained(hopper.layer(ep, main_grad, *sizes).to(dtype), count, training, weights)
         other = ep
         if symmetric is not None:
             stack.enter_context(hopper.on_cpus(*symmetric))
@@ -50,9 +52,11 @@ def compare(
         stack.enter_context(fm.disabled(*disabled[ep.rank]))
         for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
             kernels.calls.clear()
-            made = hopper.layer(other, main_grad, *sizes)
+            made = hopper.layer(other, main_grad, *sizes).to(dtype)
             got = hopper.trained(made, count, training, weights)
         calls = [*kernels.calls]
+        written = {what["dtype"] for name, what in calls if name in ("grouped_wgrad", "block_scaled_wgrad")}
+        assert written == ({torch.float32 if autocast or main_grad else torch.bfloat16} if training else set())
         assert not any(what["options"].zero_tail for _, what in calls if "options" in what)
         used = hopper.rules_of(made, count, training)
     assert got.keys() == expected.keys()
@@ -77,6 +81,7 @@ CASES = {
     "few": (2, AGREED, (1, 2), {}, OVERLAPS.keys(), 3),
     "no gradients": (2, MOST_TOKENS, UNEVEN, {"training": False}, FORWARD, 2),
     "main_grad": (2, MOST_TOKENS, UNEVEN, {"main_grad": True}, OVERLAPS.keys(), 3),
+    "autocast": (2, MOST_TOKENS, UNEVEN, {"autocast": True}, OVERLAPS.keys(), 3),
     "no expert in ranges": (2, MOST_TOKENS, UNEVEN, {"divided": (0, 0)}, OVERLAPS.keys(), 3),
     "one expert of rank 0 in ranges": (2, MOST_TOKENS, UNEVEN, {"divided": (1, 0)}, OVERLAPS.keys(), 3),
     # the parts of a token are summed by one kernel

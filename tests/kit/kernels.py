@@ -37,6 +37,7 @@ from fusedmoe.kernels.sm90.gemm.operands import Plain
 from fusedmoe.kernels.sm90.gemm.ragged_k import RaggedK
 from fusedmoe.kernels.sm90.gemm.ragged_m import RaggedM
 from fusedmoe.kernels.sm90.gemm.tensor_scales import TensorScaled
+from fusedmoe.kernels.sm90.shipped import BESIDE
 from fusedmoe.kernels.sm90.tiles.choice import CANDIDATES, CO_256, CO_256_ROWS, CO_256_TALL
 from fusedmoe.kernels.sm100.quantize import QuantizePacked, QuantizePackedWeight
 from fusedmoe.kernels.sm100.quantize_nvfp4 import QuantizePackedFormat
@@ -86,8 +87,8 @@ def wgrads_of_codes(operands, dtypes=("e4m3", "e5m2"), outs=("bf16", "fp32")):
 
 
 def wgrads_beside():
-    for config, adds in product(CANDIDATES["fp8_wgrad"], (False, True)):
-        yield RaggedK(COLUMNS, config, accumulate=adds, beside=True)
+    for config, (out, adds) in product(CANDIDATES["fp8_wgrad"], BESIDE):
+        yield RaggedK(COLUMNS, config, out=out, accumulate=adds, beside=True)
 
 
 def products_of_ranges():

@@ -397,7 +397,7 @@ def grouped_wgrad(grad_output, x, offsets, *, out=None, dtype=None, accumulate=F
     if accumulate:
         out.data.add_(dw.to(out.dtype))  # kernels do not change the version
         return out
-    return dw.to(dtype or _dtype(x))
+    return dw.to(dtype or _dtype(x), copy=True)  # at version 0, as what a kernel writes
 
 
 @binds("grad_output", "x", "offsets", "out", "gather")

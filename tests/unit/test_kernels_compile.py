@@ -418,7 +418,7 @@ def test_symbols_tell_the_kernels_apart():
 
 
 def test_every_candidate_is_shipped():
-    """With the settings of the recipes: gradients of fp8_tensor are in E5M2, sums in fp32 add."""
+    """With the settings of the recipes: gradients of fp8_tensor are in E5M2."""
     gathered = [
         RaggedM(BF16, config, b_major="n" if name == "derivative" else "k", epilogue=epilogue, gather=True)
         for name, epilogues in (
@@ -434,7 +434,7 @@ def test_every_candidate_is_shipped():
         *kernels.products_of_ranges(),
         *kernels.products_of_codes(BlockScaledRows, RowCodes(), "e4m3", ("swiglu",), ("e4m3",)),
         *kernels.products_of_codes(TensorScaled, CodesByExpert(), "e5m2", ("swiglu",)),
-        *(k for k in wgrads if k.out == "bf16" or k.accumulate),
+        *wgrads,
     }  # fmt: skip
     shipped = {*kernels.SHIPPED}
     assert len(wanted) >= 8 + 2 + 2 + 14 + 16 + 20
@@ -443,7 +443,7 @@ def test_every_candidate_is_shipped():
     assert {k.config for k in kernels.SHIPPED_BF16} >= {config for name in families for config in CANDIDATES[name]}
     for name in families:
         assert {k.config for k in kernels.PRODUCTS_BF16 if family_of(k) == name} >= {*CANDIDATES[name]}
-    assert len(shipped) == len(kernels.SHIPPED) <= 300, "few enough to build ahead of time"
+    assert len(shipped) == len(kernels.SHIPPED) <= 320, "few enough to build ahead of time"
 
 
 def family_of(kernel):

@@ -285,7 +285,7 @@ def test_the_command_fails_with_the_kernels_name(machine, tmp_path, capsys):
     file = tmp_path / "soak.json"
     assert command.main(["--only", "sm90_ragged_k_e4m3*", "--calls", "7", "--json", str(file)]) == 1
     ((symbols, calls),) = machine.asked
-    assert (calls, len(symbols)) == (7, 15)
+    assert (calls, len(symbols)) == (7, 21)
     out = capsys.readouterr().out
     assert "FAILED toy_: call 3: 5 words differ from the first call's (a layer, zipf)" in out
     line = next(line for line in out.splitlines() if line.startswith("Toy "))

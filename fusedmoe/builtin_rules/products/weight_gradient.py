@@ -38,14 +38,22 @@ class _IntoMainGrad:
 
 
 class _IntoGrad:
-    """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`."""
+    """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`. If autocast
+    has cast the weight, the new tensor has the dtype of the parameter.
+    """
 
     def __init__(
         self, wgrad: Wgrad, dtype: torch.dtype, bind: BindProduct, operands: tuple[Any, ...], adds_to_sum: bool
     ) -> None:
         self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
-        self._write = bind(dtype, False, *operands)
-        self._add: Product | None = None  # most kinds of calls never add
+        self._products: dict[tuple[torch.dtype, bool], Product] = {}  # most kinds of calls have one
+        self._product(wgrad.uncast_dtype() or dtype, False, operands)
+
+    def _product(self, dtype: torch.dtype, adds: bool, operands: tuple[Any, ...]) -> Product:
+        product = self._products.get((dtype, adds))
+        if product is None:
+            product = self._products[dtype, adds] = self._bind(dtype, adds, *operands)
+        return product
 
     def main_grad(self) -> Tensor | None:
         """Return None."""
@@ -54,12 +62,13 @@ class _IntoGrad:
     def __call__(self, main_grad: Tensor | None, *operands: Any) -> Tensor | None:
         """Return the gradient for autograd."""
         so_far = self._wgrad.sum_so_far(self._dtype) if self._adds_to_sum else None
-        if so_far is None:
-            return self._write(None, *operands)
-        if self._add is None:
-            self._add = self._bind(self._dtype, True, *operands)
-        self._add(so_far, *operands)
-        return so_far
+        if so_far is not None:
+            self._product(self._dtype, True, operands)(so_far, *operands)
+            return so_far
+        uncast = self._wgrad.uncast()
+        if uncast is None:
+            return self._product(self._dtype, False, operands)(None, *operands)
+        return uncast.give(self._product(uncast.dtype, False, operands)(None, *operands), self._dtype)
 
 
 def weight_gradient(

@@ -99,7 +99,8 @@ class Call:
 
     def explain(self) -> Explanation:
         """Return the plans of the call."""
-        with fm.recipe(RECIPES[self.case.recipe]):
+        autocast = torch.autocast(self.x.device.type, self.x.dtype, enabled=self.case.autocast)
+        with fm.recipe(RECIPES[self.case.recipe]), autocast:
             explanation: Explanation = self.module.explain(self.x, **self.inputs)  # type: ignore[operator]
             return explanation
 
@@ -115,7 +116,8 @@ class Call:
         tensors: dict[str, Tensor] = {"x": self.x, **self.inputs, **parameters}
         leaves = {name: t for name, t in tensors.items() if t.requires_grad}
         with fm.recipe(RECIPES[self.case.recipe]):
-            y = module(self.x, **self.inputs)
+            with torch.autocast(self.x.device.type, self.x.dtype, enabled=self.case.autocast):
+                y = module(self.x, **self.inputs)
             if not y.requires_grad:
                 return {"y": y}
             if self.case.summed:
@@ -206,7 +208,7 @@ class Maker:
 
     def ready(self, module: nn.Module) -> nn.Module:
         """Move a module to the device, with random parameters, and ``main_grad`` if the case has it."""
-        module = module.to(self.device)
+        module = module.to(self.device, torch.float32 if self.case.autocast else None)
         with torch.no_grad():
             for parameter in module.parameters():
                 if parameter.requires_grad:

@@ -94,13 +94,14 @@ class Case:
     frozen_bias: bool = False  # the experts have biases without gradients
     main_grad: bool = False  # weight gradients are added to ``main_grad``
     summed: bool = False  # weight gradients are added to ``grad``
+    autocast: bool = False  # autocast casts the weights, which are fp32
     disabled: tuple[str, ...] = ()  # the rules that are switched off, so that others run
 
     @property
     def name(self) -> str:
         """The case in words."""
         extras = [self.activation] if self.activation != "swiglu" else []
-        flags = ("bias", "frozen_bias", "main_grad", "summed")
+        flags = ("bias", "frozen_bias", "main_grad", "summed", "autocast")
         extras += [flag.replace("frozen_", "frozen ") for flag in flags if getattr(self, flag)]
         extras += [f"without {pattern}" for pattern in self.disabled]
         return ", ".join([self.module.replace("_", " "), self.recipe, self.layout.name, *extras])
@@ -131,6 +132,7 @@ def _of_recipes(*recipes: str) -> tuple[Case, ...]:
             *(Case("experts", recipe, TAIL, activation) for activation in ("clamped swiglu", "geglu", "squared relu")),
             Case("experts", recipe, TAIL, bias=True),
             Case("experts", recipe, TAIL, main_grad=True),
+            Case("experts", recipe, TAIL, autocast=True),
             Case("routed", recipe, LAYOUTS[1]),
             Case("routed", recipe, TAIL, disabled=IN_ORDER),
             Case("moe", recipe),
@@ -146,6 +148,8 @@ _SM90 = (
     Case("experts", "bf16", TAIL, main_grad=True),
     Case("experts", "bf16", TAIL, summed=True),
     Case("routed", "bf16", LAYOUTS[1], summed=True),
+    Case("experts", "bf16", TAIL, autocast=True),
+    Case("routed", "bf16", LAYOUTS[1], autocast=True),
     *(Case("routed", "bf16", layout) for layout in LAYOUTS),
     *(Case("routed", "bf16", layout, disabled=IN_ORDER) for layout in LAYOUTS),
     Case("weighted_at_the_end", "bf16", LAYOUTS[1]),

@@ -50,6 +50,9 @@ from fusedmoe.numerics.formats import E4M3, E5M2, fp8_tensor
 if TYPE_CHECKING:
     from fusedmoe.kernels.device.warps import WarpKernel
 
+BESIDE = ("bf16", False), ("bf16", True), ("fp32", False)
+"""Of weight gradients that run beside another kernel: the dtypes, and whether they are added."""
+
 
 def moving_rows() -> list[WarpKernel]:
     """Return the kernels that sort, move and sum rows, which Blackwell runs too."""
@@ -93,12 +96,11 @@ def shipped() -> tuple[Kernel, ...]:
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True))
     for gathered, family in WGRADS.items():
         for config in CANDIDATES[family]:
-            kernels += [RaggedK(Plain("bf16"), config, accumulate=adds, gathered=gathered) for adds in (False, True)]
-            kernels.append(RaggedK(Plain("bf16"), config, out="fp32", accumulate=True, gathered=gathered))
-    kernels.append(RaggedK(Plain("bf16"), PP_192, out="fp32"))
+            for out, adds in itertools.product(("bf16", "fp32"), (False, True)):
+                kernels.append(RaggedK(Plain("bf16"), config, out=out, accumulate=adds, gathered=gathered))
     # that of a layer's last weight, beside the sum over slots
-    for config, adds in itertools.product(CANDIDATES["wgrad_gathered_a"], (False, True)):
-        kernels.append(RaggedK(Plain("bf16"), config, accumulate=adds, gathered="a", beside=True))
+    for config, (out, adds) in itertools.product(CANDIDATES["wgrad_gathered_a"], BESIDE):
+        kernels.append(RaggedK(Plain("bf16"), config, out=out, accumulate=adds, gathered="a", beside=True))
 
     # bf16: the other activations, with the tiles of training
     others = [("swiglu", True, False), ("swiglu", True, True)]
@@ -143,10 +145,10 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=scaled)
         kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels += [RaggedK(BlockScaledColumns("e4m3"), config, accumulate=adds) for adds in (False, True)]
-        kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, out="fp32", accumulate=True))
-        for adds in (False, True):  # beside the sum over slots
-            kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, accumulate=adds, beside=True))
+        for out, adds in itertools.product(("bf16", "fp32"), (False, True)):
+            kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, out=out, accumulate=adds))
+        for out, adds in BESIDE:  # the sum over slots
+            kernels.append(RaggedK(BlockScaledColumns("e4m3"), config, out=out, accumulate=adds, beside=True))
 
     # the recipe fp8_tensor, whose gradients are in E5M2, with current and with delayed scaling
     for code, of_tokens, amax in itertools.product((E4M3, E5M2), (False, True), (False, True)):
@@ -165,8 +167,8 @@ def shipped() -> tuple[Kernel, ...]:
         epilogue = derivative("swiglu", keep=keep, row_scale=scaled)
         kernels.append(RaggedM(TensorScaled("e5m2"), config, epilogue=epilogue))
     for config in CANDIDATES["fp8_wgrad"]:
-        kernels += [RaggedK(TensorScaled("e5m2"), config, accumulate=adds) for adds in (False, True)]
-        kernels.append(RaggedK(TensorScaled("e5m2"), config, out="fp32", accumulate=True))
+        for out, adds in itertools.product(("bf16", "fp32"), (False, True)):
+            kernels.append(RaggedK(TensorScaled("e5m2"), config, out=out, accumulate=adds))
 
     # the router of bf16 tokens, with a bf16 or fp32 weight, without a bias
     kernels += [RaggedM(Promoted("bf16"), tile, epilogue=PLAIN_FP32) for tile in LOGIT_TILES]
