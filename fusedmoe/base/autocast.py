@@ -62,7 +62,7 @@ class CastWeight(torch.autograd.Function):
         return weight.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         unrounded, ctx.unrounded = ctx.unrounded, None
         if grad is None:
             return unrounded, None

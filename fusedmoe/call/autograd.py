@@ -13,6 +13,7 @@ those that the plan does not save:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -28,6 +29,7 @@ from fusedmoe.fusion.program.signature import DTYPE, signature
 from fusedmoe.ops.op import Op
 from fusedmoe.ops.state import grad_sums, uncast_grads, weight_cache
 
+_NOTHING = nullcontext()
 Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
@@ -67,7 +69,7 @@ class _RunPlan(torch.autograd.Function):
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
                 if call.summed_weights:
                     sums = grad_sums.find(nodes, in_graph=False)
-                    with grad_sums.offered(sums), uncast_grads.offered(uncast):
+                    with grad_sums.offered(sums), uncast_grads.offered(uncast) if uncast else _NOTHING:
                         gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
                 else:
                     gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])

@@ -1,4 +1,6 @@
-"""Micro-batches whose weight gradients kernels add to ``weight.grad``: the bits of the sums of autograd."""
+"""Weight gradients that kernels add to ``weight.grad``: the bits of the sums of autograd. And those of weights that are
+cast by autocast, in fp32: rounded, they are the gradients of weights in bf16.
+"""
 
 import pytest
 import torch
@@ -53,6 +55,29 @@ class Transposed(torch.nn.Module):
 
 
 LAYERS = {"rows by expert": lambda: fm.MoE(H, I, E, K, dtype=BF16), "transposed": Transposed}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_weights_that_autocast_has_cast(kind, recipe):
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        layer = LAYERS[kind]()
+        x = torch.randn(TOKENS, H, dtype=BF16, requires_grad=True)
+    weights = [p for p in layer.parameters() if p.dim() == 3]
+    with fm.recipe(recipe):
+        want = torch.autograd.grad(layer(x).float().square().mean(), weights)
+        for weight in weights:
+            weight.data = weight.data.float()
+        with torch.autocast(DEVICE.type, BF16):
+            loss = layer(x).float().square().mean()
+        loss.backward()
+    for weight, expected in zip(weights, want, strict=True):
+        grad = weight.grad
+        assert grad.dtype is torch.float32
+        assert expected.any()
+        assert torch.equal(grad.to(BF16), expected)
+        assert torch.equal(grad, expected.float()) is (recipe == "mxfp8")  # no kernel writes its gradients in fp32
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_block", "fp8_tensor", "mxfp8"])

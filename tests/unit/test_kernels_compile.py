@@ -313,7 +313,7 @@ COUNTS = {
     Send: lambda k: {WIDE: send.LOADS, "STG.E.128": 2 * send.LOADS, "ATOMG": 1, "REDG": 0},
     Scatter: lambda k: {WIDE: scatter.TOKENS, "STG.E.128": scatter.TOKENS, "PREEXIT": 1, "ACQBULK": 2, "REDG": 1},
     Pull: of_copies, Push: of_copies,
-    Total: lambda k: {WIDE: total.SLOTS + total.AT_ONCE, "STG.E.128": 1, "ATOMG": 1, "REDG": 0},
+    Total: lambda k: {WIDE: 2 * total.AT_ONCE, "STG.E.128": 1, "ATOMG": 1, "REDG": 0},
     Signal: lambda k: {"ATOMG": 0, "REDG": 0},
 }  # fmt: skip
 COUNTS[PushSums] = lambda k: {"LDGSTS": 2 * copies.VECTORS, "PREEXIT": not k.counts, "ACQBULK": k.counts}
@@ -324,6 +324,7 @@ DIVIDES = (Choose, ChooseBackward, QuantizeFormat, UpdateAmaxHistory)  # whose s
 # the loads, what first uses one of them, and how many are on their way before
 LOADS_AHEAD = {
     ColumnSums: (r"LDG\S*\.NA", "FADD", IN_FLIGHT), Send: (WIDE, "STG.E.128", send.LOADS),
+    Total: (WIDE, "FADD", 2 * total.AT_ONCE),
     GatherCodes: ("LDG.E.NA.128", "STG.E.128", gather_codes.ROWS), Scatter: (WIDE, "STG.E.128", scatter.TOKENS),
     **dict.fromkeys((QuantizeRows, QuantizeWeight, QuantizePacked), (r"LDG\S*\.NA", r"VIMNMX\.S16x2", STRIP)),
 }  # fmt: skip

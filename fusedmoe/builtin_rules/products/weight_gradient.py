@@ -38,8 +38,8 @@ class _IntoMainGrad:
 
 
 class _IntoGrad:
-    """A weight gradient that is a new tensor, or that is rounded and added to the sum of `Wgrad.sum_so_far`. If autocast
-    has cast the weight, the new tensor has the dtype of the parameter.
+    """A weight gradient that is a new tensor, in the dtype of the parameter if autocast has cast the weight, or that is
+    rounded and added to the sum of `Wgrad.sum_so_far`.
     """
 
     def __init__(

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from fusedmoe.base.autocast import CastWeight
 from fusedmoe.ops.op import Op
@@ -68,8 +67,9 @@ def find(weights: Iterable[tuple[Op, Any, Tensor | None]]) -> dict[Op, Uncast]:
     ``weights``: as for `grad_sums.find`.
     """
     found: dict[Op, Uncast] = {}
+    of_cast: object = CastWeight._backward_cls
     for op, node, _ in weights:
-        if isinstance(node, BackwardCFunction) and node._forward_cls is CastWeight:  # type: ignore[attr-defined]
+        if type(node) is of_cast:
             node.unrounded = None  # of a backward pass that ended with an error
             if _is_executed(node):
                 found[op] = Uncast(node)
