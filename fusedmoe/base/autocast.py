@@ -51,22 +51,23 @@ def cast_arguments(
 class CastWeight(torch.autograd.Function):
     """A weight in the dtype of autocast, as ``weight.to(dtype)``.
 
-    A kernel may write the gradient in the dtype of the parameter, unrounded. Autograd rounds a gradient to the dtype of
-    its tensor, so the backward pass gives it None, and sets ``unrounded`` of this function's node.
+    A kernel may write the gradient in the dtype of the parameter. Autograd would round such a gradient to the dtype of
+    the cast weight. So it gets None, and the gradient is in ``unrounded`` of this function's node, by the number of the
+    backward pass; see `fusedmoe.ops.state.unrounded_grads`.
     """
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype, ctx.unrounded = weight.dtype, None
+        ctx.dtype, ctx.unrounded = weight.dtype, {}
         ctx.set_materialize_grads(False)
         return weight.to(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
-        unrounded, ctx.unrounded = ctx.unrounded, None
+        unrounded = ctx.unrounded.pop(torch._C._current_graph_task_id(), None)
         if grad is None:
             return unrounded, None
-        grad = grad.to(ctx.dtype)  # of another use of the weight, such as in a first derivative
+        grad = grad.to(ctx.dtype)  # of another use, such as in the graph of first derivatives (create_graph=True)
         return grad if unrounded is None else grad + unrounded, None
 
 

@@ -13,7 +13,6 @@ those that the plan does not save:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 from weakref import ref
 
@@ -27,9 +26,8 @@ from fusedmoe.fusion.program.differentiable import SecondOrderError
 from fusedmoe.fusion.program.plan import BoundPlan
 from fusedmoe.fusion.program.signature import DTYPE, signature
 from fusedmoe.ops.op import Op
-from fusedmoe.ops.state import grad_sums, uncast_grads, weight_cache
+from fusedmoe.ops.state import grad_sums, unrounded_grads, weight_cache
 
-_NOTHING = nullcontext()
 Held: TypeAlias = tuple[Tensor | ref[Tensor], int, ref[Tensor] | None, tuple[Any, ...] | None, int]
 
 
@@ -56,31 +54,29 @@ class _RunPlan(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         call: BoundPlan = ctx.call
-        uncast: dict[Op, uncast_grads.Uncast] = {}
         try:
-            if call.summed_weights:
-                nodes = _nodes_of_weights(ctx)
-                uncast = uncast_grads.find(nodes)
             if torch.is_grad_enabled():  # under create_graph=True
                 return _differentiable_gradients(ctx, *grads)
+            unrounded: dict[Op, unrounded_grads.Unrounded] = {}
             with without_autocast(call.plan.environment.device):  # the dtypes were settled in forward
                 saved = [*ctx.saved_tensors]
                 # otherwise, autograd would hold all of them until the last step, unlike those of separate nodes
                 ctx.maybe_clear_saved_tensors()  # not under retain_graph=True
                 if call.summed_weights:
-                    sums = grad_sums.find(nodes, in_graph=False)
-                    with grad_sums.offered(sums), uncast_grads.offered(uncast) if uncast else _NOTHING:
+                    nodes = _nodes_of_weights(ctx)
+                    sums, unrounded = grad_sums.find(nodes, in_graph=False), unrounded_grads.find(nodes)
+                    with grad_sums.offered(sums), unrounded_grads.offered(unrounded):
                         gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
                 else:
                     gradients = call.backward(saved, grads, ctx.needs_input_grad[1:])
-            if uncast:
-                gradients = uncast_grads.given(uncast, gradients)
+            if unrounded:
+                gradients = unrounded_grads.with_given(unrounded, gradients)
             for layer, i in call.quantized_weights:
                 weight_cache.note_gradient(layer, gradients[i], ctx.passed.get(layer))
             if call.summed_weights:
                 gradients = grad_sums.without_sums(sums, gradients)
-            if uncast:
-                gradients = uncast_grads.handed_over(uncast, gradients)
+            if unrounded:
+                gradients = unrounded_grads.without_given(unrounded, gradients)
             return (None, *gradients)
         except Exception as error:
             _raise_if_batched(call, grads, error)

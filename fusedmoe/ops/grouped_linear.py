@@ -22,7 +22,7 @@ from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, QuantizedTens
 from fusedmoe.numerics.recipes import resolve, shortest
 from fusedmoe.ops.initial_values import EXPERT_PARALLEL, drawn, uniform_
 from fusedmoe.ops.op import BackwardOp, Op, SpecLike, TensorSpec
-from fusedmoe.ops.state import grad_sums, uncast_grads
+from fusedmoe.ops.state import grad_sums, unrounded_grads
 from fusedmoe.ops.state.main_grad import grad_instead, main_grad_bytes, main_grad_of
 
 _PADDING = 64.0  # rows, on average: of quantized rows by columns, each expert has a multiple of 128
@@ -91,15 +91,15 @@ class Wgrad(BackwardOp):
         """
         return grad_sums.take(self.op, dtype)
 
-    def uncast_dtype(self) -> torch.dtype | None:
-        """Return the dtype of the parameter if `uncast` would return a weight."""
-        return uncast_grads.dtype_of(self.op)
+    def unrounded_dtype(self) -> torch.dtype | None:
+        """Return the dtype of the parameter, if `unrounded` would return a gradient."""
+        return unrounded_grads.dtype_of(self.op)
 
-    def uncast(self) -> uncast_grads.Uncast | None:
-        """Return the weight, if autocast has cast it and a kernel may write dW in the dtype of the parameter; see
-        `fusedmoe.ops.state.uncast_grads`. A step calls this once.
+    def unrounded(self) -> unrounded_grads.Unrounded | None:
+        """Return dW for a kernel to write in the dtype of the parameter, if autocast has cast the weight; see
+        `fusedmoe.ops.state.unrounded_grads`. A step calls this once.
         """
-        return uncast_grads.take(self.op)
+        return unrounded_grads.take(self.op)
 
 
 class WgradIntoMainGrad(Wgrad):

@@ -285,14 +285,14 @@ def sums_of(rows, slots):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "valued", "rows", "columns", "dtype"),
-    [(2, False, 6, 264, BF16), (2, True, 6, 264, BF16), (3, False, 6, 264, BF16), (3, True, 6, 264, BF16),
-     (2, True, TWICE + 9, WIDE, FP16)],
+    ("ranks", "valued", "rows", "columns", "dtype", "chosen"),
+    [(2, False, 6, 264, BF16, 3), (2, True, 6, 264, BF16, 3), (3, False, 6, 264, BF16, 3), (3, True, 6, 264, BF16, 3),
+     (2, True, TWICE + 9, WIDE, FP16, 3), (6, True, 6, 264, BF16, 8)],
 )  # fmt: skip
 @pytest.mark.parametrize("of_rows", [False, True])
-def test_return(ranks, valued, rows, columns, dtype, of_rows):
-    """``of_rows``: whether one kernel sums the rows and stores the sums."""
-    chosen, tokens, total = 3, 5, 20
+def test_return(ranks, valued, rows, columns, dtype, chosen, of_rows):
+    """``of_rows``: whether one kernel sums the rows and stores the sums. `Total` takes four rows and ranks at once."""
+    tokens, total = 5, 20
     generator = torch.Generator().manual_seed(ranks)
     given = [torch.randn(total, columns, generator=generator).to(dtype) for _ in range(ranks)]
     values = [torch.randn(total, generator=generator) if valued else None for _ in range(ranks)]

@@ -47,7 +47,7 @@ class _IntoGrad:
     ) -> None:
         self._wgrad, self._dtype, self._bind, self._adds_to_sum = wgrad, dtype, bind, adds_to_sum
         self._products: dict[tuple[torch.dtype, bool], Product] = {}  # most kinds of calls have one
-        self._product(wgrad.uncast_dtype() or dtype, False, operands)
+        self._product(wgrad.unrounded_dtype() or dtype, False, operands)
 
     def _product(self, dtype: torch.dtype, adds: bool, operands: tuple[Any, ...]) -> Product:
         product = self._products.get((dtype, adds))
@@ -65,10 +65,10 @@ class _IntoGrad:
         if so_far is not None:
             self._product(self._dtype, True, operands)(so_far, *operands)
             return so_far
-        uncast = self._wgrad.uncast()
-        if uncast is None:
+        unrounded = self._wgrad.unrounded()
+        if unrounded is None:
             return self._product(self._dtype, False, operands)(None, *operands)
-        return uncast.give(self._product(uncast.dtype, False, operands)(None, *operands), self._dtype)
+        return unrounded.give(self._product(unrounded.dtype, False, operands)(None, *operands), self._dtype)
 
 
 def weight_gradient(

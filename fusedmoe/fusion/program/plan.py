@@ -144,7 +144,9 @@ class Plan:
 
     @functools.cached_property
     def summed_weights(self) -> tuple[tuple[Op, str], ...]:
-        """Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, and the argument."""
+        """Each layer that gives its weight a gradient which kernels may add to ``weight.grad``, or write unrounded, and
+        the argument.
+        """
         if not any(isinstance(step, Fused) for step in self.backward_steps):
             return ()
         linear = [(n.op, f"{n.label}.weight") for n in self.graph.nodes if getattr(n.op, "gives_grad", False)]
@@ -197,8 +199,9 @@ class BoundPlan:
     - ``held``: the arguments in `unsaved` that the call holds, each with whether the call keeps it alive.
     - ``trained``: the other arguments in `unsaved`: parameters that require a gradient, which autograd holds.
     - ``quantized_weights``: each layer whose weight a call quantizes, and the weight's position among the arguments.
-    - ``summed_weights``: each layer that gives its weight a gradient which kernels may add to ``weight.grad``, the
-      position of the weight among the arguments, and that among those that are not None.
+    - ``summed_weights``: each layer that gives its weight a gradient which kernels may add to ``weight.grad``, or write
+      unrounded if autocast has cast the weight; the position of the weight among the arguments, and that among those
+      that are not None.
     - ``run``, ``runs``: ``run([*arguments], *runs)`` returns the outputs and the saved tensors. A method around it
       would cost the host a microsecond.
     """

@@ -9,7 +9,7 @@ A warp has one token and 256 columns at a time. All loads of a lane are under wa
 parts of up to 4 ranks, and of the numbers of the next rows. It loads neither missing rows nor this rank's own part.
 With 4 ranks, a token of 8 slots has 2 rows here, and more than 4 in 3% of the cases.
 
-**Instructions count**: a version with 640 of them per token and 256 columns took 1.6 times the time of its bytes. So a
+**Instructions count**: with 640 of them per token and 256 columns, it took 1.6 times as long as its bytes take. So a
 lane takes the rows that are there one after the other, not all slots; divides by the number of blocks once; and selects
 this rank's part as packed words.
 
@@ -116,7 +116,7 @@ class Total(WarpKernel):
 
     @cute.jit
     def row_of_lane(self, row_of_slot, chosen, token, tokens):
-        """Lane i's: the row of slot i of a token, or -1."""
+        """Return, in lane i, the row of slot i of a token, or -1."""
         row, lane = Int32(-1), cute.arch.lane_idx()
         if token < tokens and lane < chosen:
             row = Int32(row_of_slot[token * chosen + lane])
@@ -130,7 +130,7 @@ class Total(WarpKernel):
         pitch = Int64(rows) * Int64(vectors) * VECTOR_BYTES  # from a rank's part to the next
         loaded = self.load_parts(first_part, pitch, inside, rank, 0, ranks)
         first_row = own.iterator.toint() + Int64(column) * VECTOR_BYTES
-        row_bytes = Int32(own.shape[1]) * 2
+        row_bytes = Int32(own.stride[0]) * 2
         left = cute.arch.vote_ballot_sync((row >= 0) & (row < own.shape[0]))  # the slots whose rows are left
         of_rows, left = self.load_rows(first_row, row_bytes, inside, row, left)
         part = cute.make_rmem_tensor((VECTOR,), Float32)
@@ -157,7 +157,7 @@ class Total(WarpKernel):
         """Load the next rows, in the order of slots, as words; return them and the slots that are left after them."""
         loaded = []
         for _ in range(AT_ONCE):
-            slot = cute.arch.popc((left - 1) & ~left)  # the lowest bit
+            slot = cute.arch.popc((left - 1) & ~left)  # the index of the lowest bit that is set
             address = first_row + Int64(cute.arch.shuffle_sync(row, slot & (LANES - 1))) * Int64(row_bytes)
             loaded.append(load_if(inside & (left != 0), address))
             left = left & (left - 1)
@@ -181,12 +181,12 @@ class Total(WarpKernel):
         return cute.recast_tensor(vector, ELEMENTS[self.dtype]).load().to(Float32)
 
     @cute.jit
-    def add_parts(self, total, loaded, own, rank, first, ranks):
-        """Add the parts of some ranks, of which that of this rank is ``own``, as words."""
+    def add_parts(self, total, loaded, own_part, rank, first, ranks):
+        """Add the parts of some ranks, given as words; that of this rank is ``own_part``."""
         for i in cutlass.range_constexpr(AT_ONCE):
             if first + i < ranks:
                 is_own = first + i == rank
-                values = self.values_of([cutlass.select_(is_own, own[w], loaded[i][w]) for w in range(WORDS)])
+                values = self.values_of([cutlass.select_(is_own, own_part[w], loaded[i][w]) for w in range(WORDS)])
                 if first + i == 0:
                     total.store(values)
                 else:

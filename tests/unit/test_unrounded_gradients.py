@@ -1,15 +1,17 @@
 """Gradients of weights that autocast has cast: kernels write the dtype of the parameter, and autograd does not."""
 
 import contextlib
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from kit import sm90_stand_ins as stand_ins
-from kit.sm90_machine import BF16, called, experts, operands
+from kit.sm90_machine import BF16, SPLITS, called, experts, operands
+from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 import fusedmoe as fm
-from fusedmoe.ops.state import uncast_grads
+from fusedmoe.ops.state import unrounded_grads
 
 pytestmark = pytest.mark.usefixtures("hopper_machine")
 
@@ -191,18 +193,108 @@ def test_steps_that_are_not_fused():
         assert torch.equal(parameter.grad, parameter.grad.to(BF16).to(FP32))
 
 
-def test_a_backward_pass_after_one_that_failed(monkeypatch):
+# ---- several backward passes over a graph ---------------------------------------------------------------------------
+
+
+def losses_of(module, batch):
+    """Two losses of the same output."""
+    x, named = batch
+    with torch.autocast("cpu", BF16):
+        y = module(x, **named).float()[: sum(SPLITS)]
+    return y.square().sum(), (3 * y).sum()
+
+
+def separate(module, batch):
+    """The gradients of the two losses."""
+    return [torch.autograd.grad(loss, [*module.parameters()], retain_graph=True) for loss in losses_of(module, batch)]
+
+
+@pytest.mark.parametrize("inner", ["backward", "grad"])
+def test_a_backward_pass_inside_a_hook_of_another_one(inner):
+    """It runs between the steps of the chain and the node of the first weight's cast."""
     module, batch = made(), batch_of()
-    backward(module, batch)
-    wanted = [p.grad.clone() for p in module.parameters()]
-    module.zero_grad()
-    loss = loss_of(module, batch)
-    with monkeypatch.context() as patch:
-        patch.setattr(uncast_grads.Uncast, "hand_over", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward(retain_graph=True)
-    loss.backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), wanted, strict=True))
+    (one, two), wanted = losses_of(module, batch), separate(module, batch)
+    found = []
+
+    def hook(parameter):
+        if not found:
+            found.append(None)
+            if inner == "grad":
+                found.extend(torch.autograd.grad(two, [*module.parameters()], retain_graph=True))
+            else:
+                two.backward(retain_graph=True)
+
+    module[3].weight.register_post_accumulate_grad_hook(hook)
+    one.backward(retain_graph=True)
+    for i, parameter in enumerate(module.parameters()):
+        assert wanted[1][i].any()
+        assert torch.equal(parameter.grad, wanted[0][i] + wanted[1][i] if inner == "backward" else wanted[0][i])
+        assert inner == "backward" or torch.equal(found[1 + i], wanted[1][i])
+
+
+def test_two_threads_with_the_same_graph():
+    module, batch = made(), batch_of()
+    losses, wanted = losses_of(module, batch), separate(module, batch)
+
+    def gradients(loss):
+        return [torch.autograd.grad(loss, [*module.parameters()], retain_graph=True) for _ in range(100)]
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, want in zip(pool.map(gradients, losses), wanted, strict=True):
+            assert all(torch.equal(g, w) for of_pass in found for g, w in zip(of_pass, want, strict=True))
+
+
+def test_a_pass_that_failed_leaves_nothing_to_later_ones():
+    """It ends after the steps of the chain, before the node of the first weight's cast."""
+    module, batch = made(), batch_of()
+    batch[0].requires_grad_()
+    (one, two), wanted = losses_of(module, batch), separate(module, batch)
+    (of_rows,) = torch.autograd.grad(two, batch[:1], create_graph=True)
+    second = of_rows[: sum(SPLITS)].float().square().sum()
+    of_second = torch.autograd.grad(second, [*module.parameters()], retain_graph=True)
+    failing = module[3].weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        one.backward(retain_graph=True)
+    failing.remove()
+    for loss, expected in ((second, of_second), (one, wanted[0])):
+        module.zero_grad()
+        loss.backward(retain_graph=True)
+        assert all(torch.equal(p.grad, w) and w.any() for p, w in zip(module.parameters(), expected, strict=True))
+
+
+def test_the_gradient_of_the_cast_weight_itself():
+    module, batch = made(), batch_of()
+    (one, _), ((_, want), _) = losses_of(module, batch), separate(module, batch)
+    (node,) = [n for n, _ in reached(one.grad_fn) if n.next_functions and leads_to(n, module[3].weight)]
+    (got,) = torch.autograd.grad(one, [GradientEdge(node, 0)], retain_graph=True)
+    assert torch.equal(got, want.to(BF16))
+
+
+def reached(node):
+    """The nodes of a graph, with their inputs."""
+    seen, todo = {}, [node]
+    while todo:
+        found = todo.pop()
+        if found is not None and found not in seen:
+            seen[found] = found.next_functions
+            todo += [f for f, _ in found.next_functions]
+    return seen.items()
+
+
+def leads_to(node, parameter):
+    """Whether the node is that of the cast of a parameter."""
+    return getattr(node.next_functions[0][0], "variable", None) is parameter
+
+
+def test_a_changed_placeholder_is_an_error(monkeypatch):
+    module, batch = made(), batch_of()
+    give = unrounded_grads.Unrounded.give
+    monkeypatch.setattr(unrounded_grads.Unrounded, "give", lambda self, *given: give(self, *given).clone())
+    with pytest.raises(RuntimeError, match="placeholder"):
+        loss_of(module, batch).backward()
+
+
+# ---- state ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_cached_quantized_weight_holds_until_the_step():
@@ -219,9 +311,9 @@ def test_a_cached_quantized_weight_holds_until_the_step():
 
 def test_the_gradient_is_not_copied(monkeypatch):
     module, batch, places = made(), batch_of(), set()
-    give = uncast_grads.Uncast.give
+    give = unrounded_grads.Unrounded.give
     recorded = lambda self, gradient, dtype: places.add(gradient.data_ptr()) or give(self, gradient, dtype)  # noqa: E731
-    monkeypatch.setattr(uncast_grads.Uncast, "give", recorded)
+    monkeypatch.setattr(unrounded_grads.Unrounded, "give", recorded)
     backward(module, batch)
     assert {p.grad.data_ptr() for p in module.parameters()} == places
 
