@@ -95,13 +95,15 @@ class Pending:
 
         self._waits[0] = shifted
 
-    def follow(self, words: Tensor) -> None:
+    def follow(self, words: Tensor, block: int = 0) -> None:
         """Let the next kernel of the current stream, which may begin beside the last one, follow the rows of the last
         result, and their scales if rows travel as codes. If ``arrivals`` is not 0, this is called in place of `wait` of
         these results.
 
-        ``words`` is a matrix (P, W) int32, with a line per step: step s is rank ``this rank + s``. The last element of
-        line s, of s > 0, grows by `arrivals` when the rows of its rank are there.
+        ``words`` is a matrix (S, W) int32, with a line per step, at most 32. The last element of a line grows by
+        `arrivals` when the rows of the step are there. Step s is for the rows of ``block`` experts of this rank, from
+        ``s * block`` on, and is there after all steps before it. With ``block`` 0, step 0 is that of this rank's rows,
+        whose word does not grow, and step s is rank ``this rank + s``.
         """
         raise NotImplementedError
 

@@ -299,7 +299,7 @@ class _Gather(NamedTuple):
         cls, engine: Symmetric, x: Tensor, index: Tensor, weight: Tensor, rows: int, experts: int, *scale: Tensor
     ) -> _Gather:
         chosen = index.shape[1]
-        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen, weight.dtype):
+        if not _takes(engine, rows) or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen, weight.dtype):
             return cls()
         if index.dtype not in (torch.int32, torch.int64):
             index = index.to(torch.int32)
@@ -311,11 +311,16 @@ class _Gather(NamedTuple):
     @classmethod
     def of_rows(cls, engine: Symmetric, x: Tensor, rows: int, wanted: Wanted, *scale: Tensor) -> _Gather:
         chosen, experts = wanted.ids.shape[1], wanted.experts
-        if not rows or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen):
+        if not _takes(engine, rows) or functions.why_not(_as_copied(x, *scale), engine.ranks, chosen):
             return cls()
         places, nbytes = functions.places([rows * _row_bytes(x, *scale)])
         send = functions.bind_send(x, None, None, engine.ranks, rows, experts, *scale)
         return cls(nbytes, send, functions.bind_pull(x, engine.ranks * rows, chosen, experts, places[-1], PULL_SMS))
+
+
+def _takes(engine: Symmetric, rows: int) -> bool:
+    """Whether the kernels of a gather take N rows per rank."""
+    return rows > 0 and functions.pulls(engine.ranks * rows, engine.ranks, PULL_SMS)
 
 
 def _as_copied(x: Tensor, *scale: Tensor) -> Tensor:
@@ -386,13 +391,14 @@ class _Pulled(Pending):
         self._engine, engine._unfinished = engine, self
         self._bound_pull, self._region, self._rows, self._ids = gather.pull, channel.region, rows, ids
         self._words: Tensor | None = None
+        self._block = 0
 
     def _pull(self) -> None:
         pull, self._bound_pull = self._bound_pull, None
         if pull is not None:  # else another part was waited for
             self._engine._unfinished = None
-            pull(self._region, self._rows, self._ids, self._words)
+            pull(self._region, self._rows, self._ids, self._words, self._block)
 
-    def follow(self, words: Tensor) -> None:
-        self._words = words
+    def follow(self, words: Tensor, block: int = 0) -> None:
+        self._words, self._block = words, block
         self.wait(len(self._results) - 1)

@@ -224,17 +224,25 @@ def bind_send(x, index, weight, ranks, rows, here, scale=None):
 
 
 def bind_pull(like, every, chosen, here, at_rows, sms):
-    def run(region, rows, ids, words=None):
-        exchange, rank, shape = Exchange(region), region.rank, (len(rows) // len(region.peers), rows.shape[1])
-        for step in range(1, exchange.ranks):
-            source = (rank + step) % exchange.ranks
-            exchange.wait(source)
-            there = slice(source * shape[0], (source + 1) * shape[0])
-            wanted = ((ids[there] >= 0) & (ids[there] < here)).any(1)
-            rows[there][wanted] = exchange.at(source, at_rows, shape, rows.dtype)[wanted]
+    def run(region, rows, ids, words=None, block=0):
+        exchange, rank, each = Exchange(region), region.rank, len(rows) // len(region.peers)
+        ranks = exchange.ranks
+        for source in range(ranks):
+            if source != rank:
+                exchange.wait(source)
+        rank_of = torch.arange(len(rows)) // each
+        first = torch.where((ids >= 0) & (ids < here), ids, here).amin(1)
+        step_of = first // block if block else (rank_of - rank) % ranks
+        step_of[(first == here) | (rank_of == rank)] = -1
+        for step in range(-(-here // block)) if block else range(1, ranks):
+            for row in (step_of == step).nonzero().flatten().tolist():
+                source = row // each
+                rows[row] = exchange.at(source, at_rows, (each, rows.shape[1]), rows.dtype)[row - source * each]
             if words is not None:
                 assert words[step, -1] == -sms * COPY_WARPS
                 words[step, -1] = 0
+        if block:
+            kernels_ran["pull by experts"] += 1
         exchange.end()
 
     return run

@@ -47,6 +47,32 @@ def plain_ranges(
     return (blocks.flip(0) if leaving else blocks).flatten()
 
 
+def plain_blocks(offsets, token_of_row, arrivals, zero_tail=True):
+    """The result of `bind_expert_blocks`."""
+    experts = len(offsets)
+    each = row_functions.experts_of_block(experts)
+    blocks = torch.zeros(-(-experts // each), 2 * (experts + 1) + 2, dtype=torch.int32)
+    blocks[:, -1] = -arrivals
+    ends = [0, *offsets.tolist(), *([len(token_of_row)] if zero_tail else [])]
+    for e, (start, stop) in enumerate(pairwise(ends)):
+        block = blocks[e // each if e < experts else -1]
+        block[e], block[experts + 1 + e] = start, stop
+    return blocks.flatten()
+
+
+def check_blocks(offsets, token_of_row, zero_tail=True):
+    """Compare the kernel with `plain_blocks`."""
+    given = offsets.to(DEVICE), token_of_row.to(DEVICE)
+    got = row_functions.bind_expert_blocks(*given, zero_tail)(*given, 5).cpu()
+    want = plain_blocks(offsets, token_of_row, 5, zero_tail)
+    assert len(got) == len(want)
+    got, want = (t.view(-1, 2 * (len(offsets) + 1) + 2) for t in (got, want))
+    for blocks in (got, want):
+        ranges = blocks[:, :-2].unflatten(1, (2, -1))
+        ranges.masked_fill_(ranges[:, :1] == ranges[:, 1:], 0)
+    assert torch.equal(got, want)
+
+
 def check_ranges(offsets, token_of_row, *settings):
     """Compare the kernel with `plain_ranges`."""
     given = offsets.to(DEVICE), token_of_row.to(DEVICE)

@@ -43,7 +43,7 @@ from fusedmoe.numerics.formats.groups import PaddedRows, group_of, of_group
 from fusedmoe.numerics.formats.hadamard import rotate
 from fusedmoe.ops.glu import GeGLU, ReGLU, SquaredReLU, SwiGLU
 from fusedmoe.ops.router import Router
-from kit.row_ranges import plain_ranges, tiles_of
+from kit.row_ranges import plain_blocks, plain_ranges, tiles_of
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 ROW_TILE = 4  # so that few rows have several; the kernels' tiles have 128
@@ -507,6 +507,11 @@ def bind_row_ranges(
     offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, *, arrivals=0, leaving=False
 ):  # fmt: skip
     return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, zero_tail, arrivals, leaving, ROW_TILE)
+
+
+@binds("offsets", "token_of_row", "arrivals", says=())
+def bind_expert_blocks(offsets, token_of_row, zero_tail=True, *, arrivals=0):
+    return plain_blocks(offsets, token_of_row, arrivals, zero_tail)
 
 
 @binds("codes", "scale", "row_of_slot", "out", "arrived", "words", says=("arrived", "words"))

@@ -18,7 +18,7 @@ from kit import activation_rows, quantize_kernels, routers
 from kit.hopper_codes import check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
 from kit.poison import nan_in_new_tensors
-from kit.row_ranges import check_ranges, problem_by_ranges, routed, tiles_of
+from kit.row_ranges import check_blocks, check_ranges, problem_by_ranges, routed, tiles_of
 from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
@@ -166,6 +166,12 @@ def test_ranges_of_rows():
         tokens = each * ranks
         divided, leaving = (None, None, 0, 1, 2)[seed % 5], seed % 2 == 1
         check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, divided, seed % 4 > 1, seed % 3, leaving)
+
+
+@pytest.mark.parametrize("experts", [1, 5, 32, 33, 70])
+def test_blocks_of_experts(experts):
+    for seed, zero_tail in enumerate((False, True)):
+        check_blocks(*routed(90, 3, experts, seed), zero_tail)
 
 
 @pytest.mark.parametrize("gather", [False, slow(True)])

@@ -81,12 +81,14 @@ def routed(ranks, rows, chosen, columns=136, dtype=BF16, ids=None):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "chosen", "more", "number"),
-    [(2, 5, 3, {}, 0), (3, 40, 2, {}, 2**31 - 1), (2, 5, 3, {}, 2**31 - 1), (3, 40, 2, {}, 0),
-     (2, TWICE + 40, 1, {"columns": WIDE, "dtype": FP16, "ids": 16}, 0)],
-    ids=["two", "three, wraps", "two, wraps", "three", "many rows, wide, fp16"],
+    ("ranks", "rows", "chosen", "more", "number", "block"),
+    [(2, 5, 3, {}, 0, 0), (3, 40, 2, {}, 2**31 - 1, 0), (2, 5, 3, {}, 2**31 - 1, 1), (3, 40, 2, {}, 0, 1),
+     (2, TWICE + 40, 1, {"columns": WIDE, "dtype": FP16, "ids": 16}, 0, 0),
+     (2, TWICE + 40, 1, {"columns": WIDE, "dtype": FP16, "ids": 16}, 0, 1), (3, 40, 2, {}, 0, 2)],
+    ids=["two", "three, wraps", "two, wraps, by experts", "three, by experts", "many rows, wide, fp16",
+         "many rows, wide, fp16, by experts", "by blocks of experts"],
 )  # fmt: skip
-def test_gather(ranks, rows, chosen, more, number):
+def test_gather(ranks, rows, chosen, more, number, block):
     counts, x, index, weight = routed(ranks, rows, chosen, **more)
     columns = x[0].shape[1]
     at = functions.places([4 * rows * chosen, 4 * rows * chosen, 2 * rows * columns])
@@ -100,12 +102,13 @@ def test_gather(ranks, rows, chosen, more, number):
                 send = functions.bind_send(x[r], index[r], weight[r], ranks, rows, EXPERTS_HERE)
                 sent.append(send(world.of[r], x[r], index[r], weight[r]))
         for r, (got, ids, weights) in enumerate(sent):
-            words = torch.zeros(ranks, 5, dtype=torch.int32)
+            words = torch.zeros(EXPERTS_HERE // block if block else ranks, 5, dtype=torch.int32)
             pull = functions.bind_pull(got, ranks * rows, chosen, EXPERTS_HERE, at[0][2], SMS)
             assert world.memory[r][NUMBER] == number
-            pull(world.of[r], got, ids, words)
-            assert words[1:, -1].tolist() == [SMS * COPY_WARPS] * (ranks - 1)
-            assert not words[0].any()
+            pull(world.of[r], got, ids, words, block)
+            there = words if block else words[1:]
+            assert there[:, -1].tolist() == [SMS * COPY_WARPS] * len(there)
+            assert block or not words[0].any()
             assert not words[:, :-1].any()
             for q in range(ranks):
                 ids_q, count = ids.view(ranks, rows, chosen)[q], counts[q]

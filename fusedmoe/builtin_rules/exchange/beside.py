@@ -52,6 +52,7 @@ MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 LEAVING_GB_S, SM_GB_S = 420, 95
 SMS = 132  # of an H100
 TILE = 128  # rows
+LEAST_BLOCKS = 16  # of experts, if a product follows arriving rows by experts
 
 
 def nbytes(*specs: SpecLike) -> int:
@@ -174,11 +175,19 @@ class Ranges:
         self._run = row_functions.bind_row_ranges(
             offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
         )
+        self._block = row_functions.experts_of_block(len(offsets)) if len(offsets) >= LEAST_BLOCKS else 0
+        self._by_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
         """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel
-        can follow the rows, yield all of them as one part, whose product waits for each rank's.
+        can follow the rows, yield all of them as one part. Its product waits for the rows of each block of experts, or
+        for those of each rank if there are few experts.
         """
+        if pending.arrivals and self._block:
+            blocks = self._by_experts(offsets, token_of_row, pending.arrivals)
+            pending.follow(blocks.view(-1, 2 * (len(offsets) + 1) + 2), self._block)
+            yield Part(blocks, beside=True)
+            return
         blocks = self._run(offsets, token_of_row, pending.arrivals)
         if pending.arrivals:
             pending.follow(blocks.view(self._ranks, -1))

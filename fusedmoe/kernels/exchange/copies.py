@@ -43,11 +43,15 @@ def worker() -> tuple[Int32, Int32]:
     return cta * COPY_WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), ctas * COPY_WARPS
 
 
-def allocate(element: Any) -> cute.Tensor:
-    """The stages of a lane: (vector, block, stage)."""
-    layout = cute.make_layout((VECTOR, LANES, VECTORS, STAGES, COPY_WARPS))
+def allocate(element: Any, stages: int = STAGES, listed: int = 0) -> tuple[cute.Tensor, cute.Tensor | None]:
+    """The stages of a lane, (vector, block, stage), and a warp's list of so many numbers."""
+    smem, lane = SmemAllocator(), cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    return SmemAllocator().allocate_tensor(element, layout, 16)[None, cute.arch.lane_idx(), None, None, warp]
+    layout = cute.make_layout((VECTOR, LANES, VECTORS, stages, COPY_WARPS))
+    staged = smem.allocate_tensor(element, layout, 16)[None, lane, None, None, warp]
+    if not listed:
+        return staged, None
+    return staged, smem.allocate_tensor(Int32, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp]
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, MOST_RANKS, SCATTER_WARPS
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, COPY_WARPS, MOST_RANKS, PULLED, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
@@ -200,29 +200,37 @@ def bind_send(
     return run
 
 
+def pulls(every: int, ranks: int, sms: int) -> bool:
+    """Whether `bind_pull` takes P*N rows with so many SMs."""
+    return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * PULLED
+
+
 def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sms: int) -> Callable[..., None]:
-    """End a gather: of ``(region, rows, ids, words)``, read the rows of other ranks that have an expert here.
+    """End a gather: of ``(region, rows, ids, words, block)``, read the rows of other ranks that have an expert here.
 
     ``rows`` (P*N, H), or packed, and ``ids`` (P*N, K) int32 are those of `bind_send`. With ``words``, a matrix of int32
-    with one line per step, the last element of line s grows by ``sms * COPY_WARPS`` when the rows of rank
-    ``this rank + s`` are there; a product may begin beside the kernel.
+    with one line per step, the last element of a line grows by ``sms * COPY_WARPS`` when the rows of the step are
+    there; a product may begin beside the kernel. The steps are blocks of ``block`` experts: step s tells of all rows of
+    experts ``s * block`` to before ``(s + 1) * block``, if the steps before it do too. With ``block`` 0, line 0 does
+    not change, and line s tells of the rows of rank ``this rank + s``.
 
     - ``like``: rows of the dtype, on the device.
     - ``every``, ``chosen``, ``here``: P*N, K, and the experts of this rank.
     - ``at_rows``: the first byte of the rows in a region.
-    - ``sms``: the SMs of the kernel, an even number.
+    - ``sms``: the SMs of the kernel, an even number, see `pulls`.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
 
     kernel = load(Pull(NAMES[_in_pairs(like.dtype)], arch=kernel_arch(like.device)))
     no_words = unread(like.device, torch.int32, 1)
 
-    def run(region: Region, rows_AH: Tensor, ids_AK: Tensor, words: Tensor | None = None) -> None:
+    def run(region: Region, rows_AH: Tensor, ids_AK: Tensor, words: Tensor | None = None, block: int = 0) -> None:
         peers, control, rank, patience = region
-        pitch = 0 if words is None else words.shape[1]
+        ranks, pitch = peers.shape[0], 0 if words is None else words.shape[1]
+        steps, word = (-(-here // block), pitch - 1) if block else (ranks - 1, 2 * pitch - 1)
         kernel(
             _pairs(rows_AH), ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
-            every // peers.shape[0], chosen, here, 2 * pitch - 1, pitch, at_rows, patience, sms,
+            every // ranks, chosen, here, block, steps, word, pitch, at_rows, patience, sms,
         )  # fmt: skip
 
     return run

@@ -104,7 +104,7 @@ class PushSums(WarpKernel):
             cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         worker, workers = copies.worker()
-        staged = copies.allocate(rows.element_type)
+        staged, _ = copies.allocate(rows.element_type)
         ranks, exchange = cute.size(peers), current(control)
         columns, size = cute.assume(rows.shape[1], divby=VECTOR), cute.size(blocks) // ranks
         wait_for_ranks(control, DONE, exchange - 1, ranks, patience)

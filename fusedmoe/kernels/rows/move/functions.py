@@ -104,6 +104,31 @@ def bind_row_ranges(
     return run
 
 
+def experts_of_block(experts: int) -> int:
+    """Return how many experts each block of `bind_expert_blocks` has: as few as possible."""
+    return -(-experts // MOST_RANKS)
+
+
+def bind_expert_blocks(
+    offsets_E: Tensor, token_of_row: Tensor, zero_tail: bool = True
+) -> Callable[[Tensor, Tensor, int], Tensor]:
+    """Return a function of ``(offsets, token_of_row, arrivals)``: the experts' rows in blocks, as of `bind_row_ranges`,
+    but by experts. Block s has the rows of ``n = experts_of_block(E)`` experts, from ``s * n`` on. The last one has
+    those of no expert too, with ``zero_tail``. The word of each block is ``-arrivals``.
+    """
+    from fusedmoe.kernels.rows.move.ranges import RowRanges  # deferred: imports the CuTe DSL
+
+    experts, each = offsets_E.shape[0], experts_of_block(offsets_E.shape[0])
+    blocks, kernel = -(-experts // each), load(RowRanges())
+
+    def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int) -> Tensor:
+        found = offsets_E.new_empty(blocks * (2 * (experts + 1) + 2))
+        kernel(offsets_E, token_of_row, found, 0, blocks, each, -1, -arrivals, False, zero_tail)
+        return found
+
+    return run
+
+
 def column_sums(grad_RN: Tensor, offsets_E: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """``sums[e] = sum of grad over the rows of e``, in fp32, rounded once; the same bits at every call. Two launches.
 

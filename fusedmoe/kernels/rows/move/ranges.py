@@ -1,6 +1,10 @@
-"""The kernel that divides the rows of each expert by the ranks of their tokens, for products that begin with some rows.
+"""The kernel that divides rows into blocks that a product takes one after the other.
 
-`RowRanges`: P ranks have N tokens each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
+`RowRanges` by experts: block s has the rows of ``each`` experts, from ``s * each`` on. The last block has the rows of
+no expert too.
+
+`RowRanges` by the ranks of the tokens, for products that begin with some rows of each expert: P ranks have N tokens
+each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
 token order, and so in the order of their ranks. The *step* of rank q is ``(q - rank) % P``: 0 for the own rank, 1 for
 the next one. A row tile is in the *class* of the largest step among the ranks of its rows: its rows are there when
 those of all ranks up to this step are.
@@ -56,7 +60,8 @@ class RowRanges(WarpKernel):
     def compile(self) -> Any:
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
         elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
-        blocks are in the order in which rows leave, and ``zero_tail``.
+        blocks are in the order in which rows leave, and ``zero_tail``. By experts: 0, the number of blocks, ``each``,
+        -1, the word of each block, 0 and ``zero_tail``.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
@@ -85,9 +90,12 @@ class RowRanges(WarpKernel):
                 stop = start
             step = (lane + ranks - rank) % ranks
             first, end = start, start
+            last = ranks - 1  # the step of an expert that is not divided
+            if divided < 0 and expert < experts:
+                last = expert // each
             if expert < cutlass.min(divided, experts):
                 first, end = self.of_class(tokens, start, stop, rank, ranks, each, lane)
-            elif step == ranks - 1:
+            elif step == last:
                 end = stop
             if lane < ranks:
                 place = step
@@ -98,7 +106,7 @@ class RowRanges(WarpKernel):
                 blocks[block + experts + 1 + expert] = end
                 if expert == experts:
                     blocks[block + 2 * (experts + 1)] = 0
-                    blocks[block + 2 * (experts + 1) + 1] = 0 if step == 0 else word
+                    blocks[block + 2 * (experts + 1) + 1] = 0 if step == 0 and divided >= 0 else word
 
     @cute.jit
     def of_class(self, tokens, start, stop, rank, ranks, each, lane):
