@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.soak.layers import ROWS, rows_per_expert
 from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.exchange.functions import Region
-from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, END, READY, TELL
+from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, END, READY, TELL
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
@@ -241,8 +241,12 @@ def _regions(o: Operands, sizes: list[int]) -> tuple[list[Region], list[int]]:
     return [Region(peers, m[:CONTROL_WORDS], r, 10**9) for r, m in enumerate(memory)], places
 
 
-def gather(o: Operands, options: KernelOptions, index: torch.dtype = torch.int64) -> tuple[Values, Values]:
-    """The tokens of all ranks; then those of the first rank again, without ids, after a signal."""
+def gather(
+    o: Operands, options: KernelOptions, index: torch.dtype = torch.int64, block: int = 0
+) -> tuple[Values, Values]:
+    """The tokens of all ranks; then those of the first rank again, without ids, after a signal. ``block``: the experts
+    of a step, or 0 for steps by ranks.
+    """
     rows, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
     tokens = o.x[: RANKS * rows].view(RANKS, rows, -1)
     ids = (o.row_of_slot[: RANKS * rows] % (RANKS * HERE + 2) - 1).to(index).view(RANKS, rows, chosen)
@@ -256,7 +260,10 @@ def gather(o: Operands, options: KernelOptions, index: torch.dtype = torch.int64
     for r, (region, (every, of_rank, of_weights)) in enumerate(zip(regions, sent, strict=True)):
         assert of_rank is not None
         assert of_weights is not None
-        pull(region, every, of_rank)
+        words = of_rank.new_zeros(-(-HERE // block) if block else RANKS, 3)
+        pull(region, every, of_rank, words, block)
+        got[f"words {r}"], want[f"words {r}"] = words, torch.zeros_like(words)
+        want[f"words {r}"][0 if block else 1 :, -1] = FEW_SMS * COPY_WARPS
         valid = torch.where((ids >= 0) & (ids < RANKS * HERE), ids, -1) - r * HERE
         there = ((valid >= 0) & (valid < HERE)).any(2)
         there[r] = True
@@ -407,6 +414,8 @@ DIRECT = (
     Direct("codes in the order of experts", scattered),
     Direct("gather", gather),
     Direct("gather of 32-bit ids", partial(gather, index=torch.int32)),
+    Direct("gather by experts", partial(gather, block=1)),
+    Direct("gather by blocks of experts", partial(gather, block=2)),
     Direct("gather of codes", gather_of_codes),
     Direct("gather of codes, 32-bit ids", partial(gather_of_codes, index=torch.int32)),
     Direct("gather of codes alone", partial(gather_of_codes, index=None)),

@@ -84,7 +84,8 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 @pytest.mark.parametrize(
     "name",
-    ["gather", "gather of 32-bit ids", "gather of codes", "gather of codes alone", "codes in the order of experts",
+    ["gather", "gather of 32-bit ids", "gather by experts", "gather by blocks of experts",
+     "gather of codes", "gather of codes alone", "codes in the order of experts",
      "return", "return without values", "return of rows", "return of rows without values", "return beside a product",
      "return beside an FP8 product"],
 )  # fmt: skip

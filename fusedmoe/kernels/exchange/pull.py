@@ -31,6 +31,7 @@ from fusedmoe.kernels.exchange.layout import PULLED, READY
 
 TICKET = 1
 STAGES = 4  # rows of a warp under way; more would not be faster, and the lists need memory
+AT_ONCE = 4  # tokens of a lane whose steps are found at once
 
 
 @dataclass(frozen=True)
@@ -88,44 +89,57 @@ class Pull(WarpKernel):
         """List the rows of a warp's tokens, sorted by steps. Return, in lane s, the end of step s."""
         worker, workers = copies.worker()
         lane, others = cute.arch.lane_idx(), (ranks - 1) * rows
+        earlier_lanes = (Int32(1) << lane) - 1
+        step, row = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         count = Int32(0)  # lane s: of step s
-        for first in cutlass.range(worker, others, workers * LANES, unroll=1):
-            step, _ = self.step_of(index, first + lane * workers, rank, ranks, rows, chosen, here, block)
-            for s in cutlass.range(steps, unroll=1):
-                found = cute.arch.popc(cute.arch.vote_ballot_sync(step == s))
-                count += cutlass.select_(lane == s, Int32(found), Int32(0))
+        for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
+            self.find_steps(step, row, index, first, workers, rank, ranks, rows, chosen, here, block)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                for s in cutlass.range(steps, unroll=4):
+                    found = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(step[i] == s)))
+                    count += cutlass.select_(lane == s, found, Int32(0))
         ends = inclusive_sum(count, lane)
         begin = ends - count
-        for first in cutlass.range(worker, others, workers * LANES, unroll=1):
-            step, row = self.step_of(index, first + lane * workers, rank, ranks, rows, chosen, here, block)
-            for s in cutlass.range(steps, unroll=1):
-                of_step = cute.arch.vote_ballot_sync(step == s)
-                place = cute.arch.shuffle_sync(begin, s)
-                if step == s:
-                    listed[place + Int32(cute.arch.popc(of_step & ((Int32(1) << lane) - 1)))] = row
-                begin += cutlass.select_(lane == s, Int32(cute.arch.popc(of_step)), Int32(0))
+        for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
+            self.find_steps(step, row, index, first, workers, rank, ranks, rows, chosen, here, block)
+            for i in cutlass.range_constexpr(AT_ONCE):
+                place, more = Int32(0), Int32(0)
+                for s in cutlass.range(steps, unroll=4):
+                    of_step = cute.arch.vote_ballot_sync(step[i] == s)
+                    place_of_step = cute.arch.shuffle_sync(begin, s) + Int32(cute.arch.popc(of_step & earlier_lanes))
+                    place = cutlass.select_(step[i] == s, place_of_step, place)
+                    more += cutlass.select_(lane == s, Int32(cute.arch.popc(of_step)), Int32(0))
+                begin += more
+                if step[i] >= 0:
+                    listed[place] = row[i]
         cute.arch.sync_warp()
         return ends
 
     @cute.jit
-    def step_of(self, index, token, rank, ranks, rows, chosen, here, block):
-        """The step of a token, by its number among those of the other ranks, beginning with the next rank's; -1 for a
-        token without an expert here. And its row of the result.
+    def find_steps(self, step, row, index, first, workers, rank, ranks, rows, chosen, here, block):
+        """Find the steps of some tokens of a lane, and their rows of the result; -1 for a token without an expert here.
+
+        Tokens have their numbers among those of the other ranks, beginning with the next rank's. The i-th token is
+        ``first + (i * 32 + lane) * workers``.
         """
-        step, row = Int32(-1), Int32(0)
-        if token < (ranks - 1) * rows:
-            after = token // rows
-            row = (rank + 1 + after) % ranks * rows + token - after * rows
-            first = here
-            for k in cutlass.range(chosen, unroll=4):
-                expert = index[row * chosen + k]
-                if expert >= 0:
-                    first = cutlass.min(first, expert)
-            if first < here:
-                step = after
-                if block > 0:
-                    step = first // block
-        return step, row
+        others = (ranks - 1) * rows
+        after = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        for i in cutlass.range_constexpr(AT_ONCE):
+            # past the last token, that token again: in a branch, the warp would wait for each load
+            token = cutlass.min(first + (i * LANES + cute.arch.lane_idx()) * workers, others - 1)
+            after[i] = token // rows
+            row[i] = (rank + 1 + after[i]) % ranks * rows + token - after[i] * rows
+            step[i] = here  # the first expert
+        for k in cutlass.range(chosen, unroll=4):
+            for i in cutlass.range_constexpr(AT_ONCE):
+                expert = index[row[i] * chosen + k]
+                step[i] = cutlass.min(step[i], cutlass.select_(expert >= 0, expert, here))
+        for i in cutlass.range_constexpr(AT_ONCE):
+            is_token = first + (i * LANES + cute.arch.lane_idx()) * workers < others
+            of_rank_or_block = after[i]
+            if block > 0:
+                of_rank_or_block = step[i] // block
+            step[i] = cutlass.select_(is_token & (step[i] < here), of_rank_or_block, Int32(-1))
 
     @cute.jit
     def copy(self, out, words, peers, listed, ends, staged, rows, steps, word, pitch, at_rows):
