@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
+from emulator import instructions
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
@@ -129,6 +130,55 @@ def test_gather(ranks, rows, chosen, more, number, block):
         assert memory[NUMBER] == after
         assert memory[DONE : DONE + ranks].tolist() == [after] * ranks
         assert not memory[NUMBER + 1 : CONTROL_WORDS].any()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "chosen", "here", "block"),
+    [(2, 300, 8, 32, 1), (3, 170, 4, 24, 3), (2, 2400, 2, 5, 1), (3, 40, 8, 64, 2), (32, 5, 2, 4, 1), (3, 90, 3, 8, 0)],
+)
+def test_rows_are_there_before_their_word(monkeypatch, ranks, rows, chosen, here, block):
+    """When all warps have told a step, the rows of its experts or rank are there, and those of all steps before."""
+    seen, state = [], {}
+    red = instructions.TABLE["red."]
+
+    def watched(code, opcode, operands):
+        run = red(code, opcode, operands)
+        return lambda warp: (run(warp), check())[0]
+
+    def check():
+        words, got, want, ok, ids, rank_of = state.values()
+        there = words[:, -1] >= 0
+        done = len(words) if there.all() else int((~there).int().argmax())
+        if done > (seen[-1] if seen else 0):
+            needed = (ok & (ids < done * block)).any(1) if block else ok.any(1) & (rank_of < done)
+            assert torch.equal(got[needed], want[needed])
+            seen.append(done)
+
+    monkeypatch.setitem(instructions.TABLE, "red.", watched)
+    generator = torch.Generator().manual_seed(ranks)
+    x = [torch.randn(rows, 136, generator=generator).to(BF16) for _ in range(ranks)]
+    index = [torch.randint(-3, ranks * here + 3, (rows, chosen), generator=generator) for _ in range(ranks)]
+    for of_rank in index:
+        of_rank[::3, -1] = of_rank[::3, 0]  # an expert twice
+    weight = [torch.rand(rows, chosen, generator=generator) for _ in range(ranks)]
+    at = functions.places([4 * rows * chosen, 4 * rows * chosen, 2 * rows * 136])
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, at[1], 0)
+        world.arrived(1)
+        for _ in range(2):  # see `test_gather`
+            sent = []
+            for r in range(ranks):
+                send = functions.bind_send(x[r], index[r], weight[r], ranks, rows, here)
+                sent.append(send(world.of[r], x[r], index[r], weight[r]))
+        got, ids, _ = sent[1]
+        words = torch.full((-(-here // block) if block else ranks, 3), -SMS * COPY_WARPS, dtype=torch.int32)
+        words[0, -1] *= block > 0
+        ok, rank_of = (ids >= 0) & (ids < here), (torch.arange(ranks * rows) // rows - 1) % ranks
+        state |= {"words": words, "got": got, "want": torch.cat(x), "ok": ok, "ids": ids, "rank": rank_of}
+        pull = functions.bind_pull(got, ranks * rows, chosen, here, at[0][2], SMS)
+        pull(world.of[1], got, ids, words, block)
+    assert seen[-1] == len(words)
+    assert not words[:, -1].any()
 
 
 def test_a_gather_of_ids_needs_few_sms(monkeypatch):

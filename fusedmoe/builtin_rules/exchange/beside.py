@@ -1,15 +1,16 @@
 """The common parts of the rules that compute while rows travel between the ranks of `ExpertParallel`: products of
 ranges of rows, and sums that leave for other ranks.
 
-A product then computes the rows in parts, by the ranks of their tokens, in whole tiles: it has the same tiles as
-otherwise, so that the results have the same bits (kernels/rows/move/ranges.py). A step makes the same exchanges as the
-plain steps, in the same order. So it does not matter if the ranks choose different steps.
+A product then computes the rows in parts, by experts or by the ranks of their tokens, in whole tiles: it has the same
+tiles as otherwise, so that the results have the same bits (kernels/rows/move/ranges.py). A step makes the same
+exchanges as the plain steps, in the same order. So it does not matter if the ranks choose different steps.
 
 With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
-SMs that this leaves, and gets the others when it ends. It follows arriving rows rank by rank, and a kernel that sums
-leaving rows follows the product. With another engine, the product is launched once for this rank's rows, and once for
-the others when they are there. It then leaves some SMs to the kernels of the exchange, except in the first layer: the
-expert ids, by which rows are sorted, have arrived, so these kernels have their SMs.
+SMs that this leaves, and gets the others when it ends. It follows arriving rows by blocks of experts, or rank by rank
+if a rank has few experts or rows are codes. A kernel that sums leaving rows follows the product. With another engine,
+the product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs
+to the kernels of the exchange, except in the first layer: the expert ids, by which rows are sorted, have arrived, so
+these kernels have their SMs.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """
@@ -152,7 +153,7 @@ def is_quick(expert_parallel: ExpertParallel, us: float) -> bool:
 
 
 class Ranges:
-    """Ranges of the rows of a call, by the ranks of their tokens.
+    """Ranges of the rows of a call, by experts or by the ranks of their tokens.
 
     - ``offsets``, ``token_of_row``: tensors like those of the call.
     - ``tokens``: the tokens of all ranks.
@@ -175,8 +176,10 @@ class Ranges:
         self._run = row_functions.bind_row_ranges(
             offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
         )
-        self._block = row_functions.experts_of_block(len(offsets)) if len(offsets) >= LEAST_BLOCKS else 0
-        self._by_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
+        experts_here = offsets.shape[0]
+        self._block = row_functions.experts_of_block(experts_here) if experts_here >= LEAST_BLOCKS else 0
+        if self._block:
+            self._by_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
         """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel

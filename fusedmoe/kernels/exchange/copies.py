@@ -14,7 +14,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int16, Int32, Int64
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
@@ -44,14 +44,14 @@ def worker() -> tuple[Int32, Int32]:
 
 
 def allocate(element: Any, stages: int = STAGES, listed: int = 0) -> tuple[cute.Tensor, cute.Tensor | None]:
-    """The stages of a lane, (vector, block, stage), and a warp's list of so many numbers."""
+    """The stages of a lane, (vector, block, stage), and a warp's list of so many numbers of 16 bits."""
     smem, lane = SmemAllocator(), cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     layout = cute.make_layout((VECTOR, LANES, VECTORS, stages, COPY_WARPS))
     staged = smem.allocate_tensor(element, layout, 16)[None, lane, None, None, warp]
     if not listed:
         return staged, None
-    return staged, smem.allocate_tensor(Int32, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp]
+    return staged, smem.allocate_tensor(Int16, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp]
 
 
 @cute.jit

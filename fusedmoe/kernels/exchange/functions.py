@@ -201,7 +201,7 @@ def bind_send(
 
 
 def pulls(every: int, ranks: int, sms: int) -> bool:
-    """Whether `bind_pull` takes P*N rows with so many SMs."""
+    """Whether `bind_pull` takes P*N rows with so many SMs: each of their warps lists its rows of other ranks."""
     return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * PULLED
 
 
@@ -217,9 +217,14 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
     - ``like``: rows of the dtype, on the device.
     - ``every``, ``chosen``, ``here``: P*N, K, and the experts of this rank.
     - ``at_rows``: the first byte of the rows in a region.
-    - ``sms``: the SMs of the kernel, an even number, see `pulls`.
+    - ``sms``: the SMs of the kernel, an even number.
+
+    Raises `ValueError`: there are more rows than these SMs take, see `pulls`.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
+
+    if every > 2 * sms * COPY_WARPS * PULLED:  # there are at least two ranks
+        raise ValueError(f"{every} rows: expected at most {2 * sms * COPY_WARPS * PULLED} on {sms} SMs")
 
     kernel = load(Pull(NAMES[_in_pairs(like.dtype)], arch=kernel_arch(like.device)))
     no_words = unread(like.device, torch.int32, 1)

@@ -6,10 +6,12 @@ adds 1 to a word of this rank's memory.
 - *By experts*: the experts of this rank are in blocks, of which the product takes one after the other. A token's step
   is the block of its first expert here. So when a step is there, all rows of its block are: a token with an expert in a
   later block came before. The first step is the largest, but has few rows if there are many blocks.
-- *By ranks*: step s is for the tokens of the rank after this one by s + 1.
+- *By ranks*: the first step is for the tokens of the next rank, and so on.
 
-A warp has every W-th token of the other ranks, of W warps. It sorts its tokens by steps, in shared memory. Then the
-copies of all steps are one stream: it never waits for the last row of a step before it reads the next one's.
+A warp has every W-th token of the other ranks, of W warps. It first sorts its tokens by steps, in shared memory, by
+their numbers: the n-th token of warp w has the number ``w + n W`` among those of the other ranks, beginning with the
+next one. Then the copies of all steps are one stream: a warp does not wait for the last row of a step before it reads
+the next one's.
 
 Axes: P ranks, N rows per rank, K chosen experts per row, E experts of this rank, H columns.
 """
@@ -21,7 +23,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int16, Int32, Int64
 
 from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
 from fusedmoe.kernels.exchange import copies
@@ -30,8 +32,9 @@ from fusedmoe.kernels.exchange.copies import VECTORS
 from fusedmoe.kernels.exchange.layout import PULLED, READY
 
 TICKET = 1
-STAGES = 4  # rows of a warp under way; more would not be faster, and the lists need memory
+IN_FLIGHT = 5  # stages of a warp: fewer than of other copies, since its list needs memory too
 AT_ONCE = 4  # tokens of a lane whose steps are found at once
+STEP_BITS = 5
 
 
 @dataclass(frozen=True)
@@ -74,56 +77,65 @@ class Pull(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        staged, listed = copies.allocate(out.element_type, STAGES, PULLED)
+        staged, listed = copies.allocate(out.element_type, IN_FLIGHT, PULLED)
         ranks, exchange = cute.size(peers), current(control)
-        if lane < ranks and lane != rank:
-            wait_for(control, READY + lane, exchange, patience)
-        cute.arch.sync_warp()
-        ends = self.sort(index, listed, rank, ranks, rows, chosen, here, block, steps)
-        self.copy(out, words, peers, listed, ends, staged, rows, steps, word, pitch, at_rows)
+        ends = self.sort(index, listed, rank, ranks, rows, chosen, here, block)
+        if block > 0:
+            if lane < ranks and lane != rank:
+                wait_for(control, READY + lane, exchange, patience)
+            cute.arch.sync_warp()
+        self.copy(
+            out, words, peers, control, listed, ends, staged, rank, rows, block, steps, word, pitch, at_rows, exchange,
+            patience,
+        )  # fmt: skip
         if is_last(control, TICKET, ctas):
             complete(control, peers, rank, exchange)
 
     @cute.jit
-    def sort(self, index, listed, rank, ranks, rows, chosen, here, block, steps):
-        """List the rows of a warp's tokens, sorted by steps. Return, in lane s, the end of step s."""
+    def sort(self, index, listed, rank, ranks, rows, chosen, here, block):
+        """List a warp's tokens with an expert here, sorted by steps. Return, in lane s, the end of step s."""
         worker, workers = copies.worker()
         lane, others = cute.arch.lane_idx(), (ranks - 1) * rows
-        earlier_lanes = (Int32(1) << lane) - 1
-        step, row = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
+        step = cute.make_rmem_tensor((AT_ONCE,), Int32)
         count = Int32(0)  # lane s: of step s
         for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
-            self.find_steps(step, row, index, first, workers, rank, ranks, rows, chosen, here, block)
+            self.find_steps(step, index, first, workers, rank, ranks, rows, chosen, here, block)
             for i in cutlass.range_constexpr(AT_ONCE):
-                for s in cutlass.range(steps, unroll=4):
-                    found = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(step[i] == s)))
-                    count += cutlass.select_(lane == s, found, Int32(0))
+                count += Int32(cute.arch.popc(self.of_step(self.votes(step[i]), lane)))
         ends = inclusive_sum(count, lane)
-        begin = ends - count
+        begin, number = ends - count, lane
         for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
-            self.find_steps(step, row, index, first, workers, rank, ranks, rows, chosen, here, block)
+            self.find_steps(step, index, first, workers, rank, ranks, rows, chosen, here, block)
             for i in cutlass.range_constexpr(AT_ONCE):
-                place, more = Int32(0), Int32(0)
-                for s in cutlass.range(steps, unroll=4):
-                    of_step = cute.arch.vote_ballot_sync(step[i] == s)
-                    place_of_step = cute.arch.shuffle_sync(begin, s) + Int32(cute.arch.popc(of_step & earlier_lanes))
-                    place = cutlass.select_(step[i] == s, place_of_step, place)
-                    more += cutlass.select_(lane == s, Int32(cute.arch.popc(of_step)), Int32(0))
-                begin += more
+                votes = self.votes(step[i])
+                earlier = self.of_step(votes, step[i]) & ((Int32(1) << lane) - 1)
+                place = cute.arch.shuffle_sync(begin, step[i] & (LANES - 1)) + Int32(cute.arch.popc(earlier))
                 if step[i] >= 0:
-                    listed[place] = row[i]
+                    listed[place] = number.to(Int16)
+                begin += Int32(cute.arch.popc(self.of_step(votes, lane)))
+                number += LANES
         cute.arch.sync_warp()
         return ends
 
-    @cute.jit
-    def find_steps(self, step, row, index, first, workers, rank, ranks, rows, chosen, here, block):
-        """Find the steps of some tokens of a lane, and their rows of the result; -1 for a token without an expert here.
+    def votes(self, step):
+        """The lanes with a step, and those whose step has each bit."""
+        bits = [cute.arch.vote_ballot_sync(Boolean((step >> j) & 1 != 0)) for j in range(STEP_BITS)]
+        return [cute.arch.vote_ballot_sync(step >= 0), *bits]
 
-        Tokens have their numbers among those of the other ranks, beginning with the next rank's. The i-th token is
+    def of_step(self, votes, step):
+        """The lanes with this step, given their `votes`."""
+        found, *bits = votes
+        for j, lanes in enumerate(bits):
+            found = found & cutlass.select_((step >> j) & 1 != 0, lanes, ~lanes)
+        return found
+
+    @cute.jit
+    def find_steps(self, step, index, first, workers, rank, ranks, rows, chosen, here, block):
+        """Find the steps of some tokens of a lane; -1 for a token without an expert here. The i-th token has the number
         ``first + (i * 32 + lane) * workers``.
         """
         others = (ranks - 1) * rows
-        after = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        after, row = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         for i in cutlass.range_constexpr(AT_ONCE):
             # past the last token, that token again: in a branch, the warp would wait for each load
             token = cutlass.min(first + (i * LANES + cute.arch.lane_idx()) * workers, others - 1)
@@ -136,55 +148,67 @@ class Pull(WarpKernel):
                 step[i] = cutlass.min(step[i], cutlass.select_(expert >= 0, expert, here))
         for i in cutlass.range_constexpr(AT_ONCE):
             is_token = first + (i * LANES + cute.arch.lane_idx()) * workers < others
-            of_rank_or_block = after[i]
+            found = after[i]
             if block > 0:
-                of_rank_or_block = step[i] // block
-            step[i] = cutlass.select_(is_token & (step[i] < here), of_rank_or_block, Int32(-1))
+                found = step[i] // block
+            step[i] = cutlass.select_(is_token & (step[i] < here), found, Int32(-1))
 
     @cute.jit
-    def copy(self, out, words, peers, listed, ends, staged, rows, steps, word, pitch, at_rows):
-        """Copy the rows of a warp's list, and tell of each step."""
-        lane, vectors = cute.arch.lane_idx(), out.shape[1] // VECTOR
+    def copy(
+        self, out, words, peers, control, listed, ends, staged, rank, rows, block, steps, word, pitch, at_rows,
+        exchange, patience,
+    ):  # fmt: skip
+        """Copy the rows of the tokens that a warp has listed, and tell of each step."""
+        worker, workers = copies.worker()
+        lane, vectors, ranks = cute.arch.lane_idx(), out.shape[1] // VECTOR, cute.size(peers)
         to = out.iterator.toint()
-        blocks, last = cute.ceil_div(vectors, LANES * VECTORS), cute.arch.shuffle_sync(ends, LANES - 1)
-        fetched, block, stage = Int32(0), Int32(0), Int32(0)
-        stored, at_block, at_stage = Int32(0), Int32(0), Int32(0)
-        told = self.tell(words, ends, steps, word, pitch, Int32(0), stored)
-        for step in cutlass.range(1 - STAGES, last * blocks, unroll=1):
-            row, wanted = Int32(0), fetched < last
+        parts, last = cute.ceil_div(vectors, LANES * VECTORS), cute.arch.shuffle_sync(ends, LANES - 1)
+        fetched, part, stage, there = Int32(0), Int32(0), Int32(0), rank
+        stored, part_stored, stage_stored, told = Int32(0), Int32(0), Int32(0), Int32(0)
+        for step in cutlass.range(1 - IN_FLIGHT, last * parts, unroll=1):
+            wanted, token = fetched < last, Int32(0)
             if wanted:
-                row = listed[fetched]
-            source = row // rows
+                token = worker + Int32(listed[fetched]) * workers
+            after = token // rows
+            source = (rank + 1 + after) % ranks
+            if block == 0 and wanted and source != there:
+                if lane == 0:
+                    wait_for(control, READY + source, exchange, patience)
+                cute.arch.sync_warp()
+                there = source
             address = peers[source] + at_rows
-            copies.fetch(address, vectors, row - source * rows, block, lane, wanted, staged[None, None, stage])
+            copies.fetch(address, vectors, token - after * rows, part, lane, wanted, staged[None, None, stage])
             cute.arch.cp_async_commit_group()
-            stage = cutlass.select_(stage == STAGES - 1, Int32(0), stage + 1)
-            block += 1
-            if block == blocks:
-                block = Int32(0)
+            stage = cutlass.select_(stage == IN_FLIGHT - 1, Int32(0), stage + 1)
+            part += 1
+            if part == parts:
+                part = Int32(0)
                 fetched += 1
             if step >= 0:
-                cute.arch.cp_async_wait_group(STAGES - 1)
-                copies.store(to, vectors, listed[stored], at_block, lane, staged[None, None, at_stage])
-                at_stage = cutlass.select_(at_stage == STAGES - 1, Int32(0), at_stage + 1)
-                at_block += 1
-                if at_block == blocks:
-                    at_block = Int32(0)
+                cute.arch.cp_async_wait_group(IN_FLIGHT - 1)
+                token = worker + Int32(listed[stored]) * workers
+                after = token // rows
+                row = (rank + 1 + after) % ranks * rows + token - after * rows
+                copies.store(to, vectors, row, part_stored, lane, staged[None, None, stage_stored])
+                stage_stored = cutlass.select_(stage_stored == IN_FLIGHT - 1, Int32(0), stage_stored + 1)
+                part_stored += 1
+                if part_stored == parts:
+                    part_stored = Int32(0)
                     stored += 1
-                    told = self.tell(words, ends, steps, word, pitch, told, stored)
+            if part_stored == 0 and step >= -1:  # all stages are under way
+                told = self.tell(words, ends, steps, word, pitch, told, stored)
         cute.arch.cp_async_wait_group(0)
+        self.tell(words, ends, steps, word, pitch, told, stored)  # of the steps of a warp without tokens
 
     @cute.jit
     def tell(self, words, ends, steps, word, pitch, told, stored):
-        """Add 1 to the words of the steps whose rows are all stored; return the number of steps that are told."""
-        end = cute.arch.shuffle_sync(ends, told)
-        while (told < steps) & (end <= stored):
-            cute.arch.sync_warp()
-            if pitch > 0 and cute.arch.lane_idx() == 0:
-                cute.arch.fence_acq_rel_gpu()
+        """Add 1 to the words of the steps whose rows are all stored, a lane for each word; return their number."""
+        lane = cute.arch.lane_idx()
+        done = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(Boolean((lane < steps) & (ends <= stored)))))
+        if done > told:
+            cute.arch.sync_warp()  # the stores of all lanes come before
+            if pitch > 0 and lane >= told and lane < done:
                 cute.arch.red(
-                    words.iterator + (word + told * pitch), Int32(1), op="add", dtype="s32", sem="release", scope="gpu"
+                    words.iterator + (word + lane * pitch), Int32(1), op="add", dtype="s32", sem="release", scope="gpu"
                 )  # fmt: skip
-            told += 1
-            end = cute.arch.shuffle_sync(ends, told & (LANES - 1))
-        return told
+        return done

@@ -179,7 +179,7 @@ def scales_of(operand: Operand) -> Scales | None:
 
 
 class Part(NamedTuple):
-    """A part of a product: consecutive blocks of `bind_row_ranges`.
+    """A part of a product: consecutive blocks of `bind_row_ranges`, or of `bind_expert_blocks`.
 
     ``beside``: it begins while the launch before it runs, if `may_begin_beside`. No argument may be a result of that
     launch.

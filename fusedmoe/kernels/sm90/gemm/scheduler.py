@@ -112,7 +112,7 @@ def expert_rows(
 @cute.jit
 def wait_for_rows(offsets: cute.Tensor, experts: Int32, block: Int32, lane: Int32) -> None:
     """Wait until the words of all blocks of `expert_rows` up to this one are not negative. All lanes of the warp call
-    this together, and each reads one word: an earlier block may have no tiles, but this one has rows of its rank too.
+    this together, and each reads one word: an earlier block may have no tiles, but this one may read its rows too.
 
     Kernels on the same GPU add to a word after they have written rows. The acquiring loads make the rows visible to
     this warp, the fence to TMA, and the ring of tiles passes this on to the warps that read them. After `MOST_READS`
