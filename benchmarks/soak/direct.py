@@ -368,7 +368,9 @@ def returned(o: Operands, options: KernelOptions, valued: bool = True, of_rows: 
     return got, want
 
 
-def returned_beside_product(o: Operands, options: KernelOptions, fp8: bool = False) -> tuple[Values, Values]:
+def returned_beside_product(
+    o: Operands, options: KernelOptions, fp8: bool = False, by_experts: bool = False
+) -> tuple[Values, Values]:
     """The sums over ranks of sums over slots, which leave while the second product computes the rows."""
     each, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
     slots = o.row_of_slot[: RANKS * each]
@@ -380,12 +382,16 @@ def returned_beside_product(o: Operands, options: KernelOptions, fp8: bool = Fal
     sums = [slot_functions.bind_sum_slots(rows, slots, None)(rows, slots) for rows in wanted]
     regions, (at_parts,) = _regions(o, [sums[0].nbytes])
     run, tiles = products.bind_counted_gemm(*given[0], None, replace(options, exchange_sms=FEW_SMS))
-    push = exchange_functions.bind_push_sums(wanted[0], slots, None, at_parts, at_parts, FEW_SMS, tiles)
+    experts = len(o.offsets) if by_experts else 0
+    push = exchange_functions.bind_push_sums(wanted[0], slots, None, at_parts, at_parts, FEW_SMS, tiles, experts)
     over_ranks = exchange_functions.bind_total(wanted[0], each, chosen, None, each, at_parts, at_parts)
     got, want = {}, {}
     for r, region in enumerate(regions):
-        of_rank = row_functions.bind_row_ranges(o.offsets, o.token_of_row, r, RANKS, RANKS * each)
-        blocks = of_rank(o.offsets, o.token_of_row, 0, True)
+        if by_experts:
+            blocks = row_functions.bind_expert_blocks(o.offsets, o.token_of_row)(o.offsets, o.token_of_row, 0)
+        else:
+            of_rank = row_functions.bind_row_ranges(o.offsets, o.token_of_row, r, RANKS, RANKS * each)
+            blocks = of_rank(o.offsets, o.token_of_row, 0, True)
         got[f"rows {r}"] = run(*given[r], None, blocks)
         push(region, got[f"rows {r}"], slots, None, blocks)
         want[f"rows {r}"] = wanted[r]
@@ -424,6 +430,7 @@ DIRECT = (
     Direct("return of rows", partial(returned, of_rows=True)),
     Direct("return of rows without values", partial(returned, valued=False, of_rows=True)),
     Direct("return beside a product", returned_beside_product, tiles=3),
+    Direct("return beside a product, by experts", partial(returned_beside_product, by_experts=True), tiles=3),
     Direct("return beside an FP8 product", partial(returned_beside_product, fp8=True), tiles=2),
     *(replace(Direct("sums and copies", sums_and_copies), top_k=top_k) for top_k in (2, 4, 8)),
 )

@@ -320,7 +320,7 @@ class _Gather(NamedTuple):
 
 def _takes(engine: Symmetric, rows: int) -> bool:
     """Whether the kernels of a gather take N rows per rank."""
-    return rows > 0 and functions.pulls(engine.ranks * rows, engine.ranks, PULL_SMS)
+    return rows > 0 and functions.can_list(engine.ranks * rows, engine.ranks, PULL_SMS)
 
 
 def _as_copied(x: Tensor, *scale: Tensor) -> Tensor:

@@ -70,6 +70,7 @@ def compare(
     assert (hopper.kernels_ran - before)["pull by experts"] == 2 * (1 + training) * followed
     beside_product = symmetric is not None and not quick and any("gemm_of_leaving_rows" in rule for rule in used)
     assert bool((hopper.kernels_ran - before)["push sums beside their product"]) == beside_product
+    assert bool((hopper.kernels_ran - before)["push sums by experts"]) == (beside_product and by_experts)
     parts = {what["of_launch"] for name, what in calls if name == "ranges"}
     return used, sum(name == "row_ranges" for name, _ in calls), parts
 

@@ -18,6 +18,7 @@ import fusedmoe as fm
 from fusedmoe.expert_parallel import symmetric
 from fusedmoe.kernels.exchange import functions
 from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, CONTROL_WORDS, COPY_WARPS, DONE, NUMBER, READY, TELL
+from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.ops.exchange.fixed import sum_over_ranks
 
 BF16 = torch.bfloat16
@@ -269,7 +270,7 @@ def bind_push(sums, row_of_slot, values, at_parts, at_values, sms):
     return run
 
 
-def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=None):
+def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=None, experts=0):
     from kit.row_ranges import tiles_of
     from kit.sm90_stand_ins import bind_sum_slots
 
@@ -278,7 +279,10 @@ def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=No
         assert (blocks is None) == (tiles is None)
         ranks = len(region.peers)
         if tiles is not None:
-            (tile_m, column_tiles), blocks = tiles, blocks.view(ranks, -1)
+            tile_m, column_tiles = tiles
+            lines = -(-experts // row_functions.experts_of_block(experts)) if experts else ranks
+            blocks = blocks.view(lines, -1)
+            kernels_ran["push sums by experts"] += bool(experts)
             assert torch.equal(blocks[:, -2], 2 * column_tiles * tiles_of(blocks, tile_m).to(torch.int32))
         each, sums = len(row_of_slot) // ranks, rows.new_full((len(row_of_slot), rows.shape[1]), torch.nan)
         for rank in {*range(ranks)} - {region.rank}:

@@ -157,7 +157,7 @@ QUICK_ROWS = [
     Route("int64", "fp32", 128, False), Route("int32", "bf16", limits.MOST_EXPERTS, True),
     GatherRows("bf16", "fp32"), SumSlots("bf16", "fp32", 8, adds=True, rounds=True), SumSlots("fp16", "bf16", 4),
     RowDots("bf16", "fp32"), SlotValues("fp32"), SumOnFewSms("bf16", 8, adds=True), SumOnFewSms("bf16", 2),
-    PushSums("bf16", counts=True), PushSums("bf16", values="fp32"),
+    PushSums("bf16", counts=True), PushSums("bf16", counts=True, by_experts=True), PushSums("bf16", values="fp32"),
     Parts("fp32", (0, 1, 2)), SumParts("fp32", 1),
     Send("bf16", "int64"), Send("fp16", "int32", "bf16"), Send("bf16"), Send("bf16", "int64", scaled=True),
     Send("bf16", scaled=True), Pull("bf16"), Pull("fp16"), Push("bf16"), Push("fp16", "bf16"), Total("bf16"),

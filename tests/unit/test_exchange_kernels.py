@@ -15,6 +15,7 @@ from emulator import instructions
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
+from kit.row_ranges import plain_blocks, tiles_of
 
 from fusedmoe.kernels.exchange import functions
 from fusedmoe.kernels.exchange.layout import (
@@ -29,6 +30,7 @@ from fusedmoe.kernels.exchange.layout import (
     SCATTER_WARPS,
     TELL,
 )
+from fusedmoe.kernels.rows.move import functions as row_functions
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 
@@ -458,6 +460,95 @@ def test_rows_that_are_never_there(reports):
         assert report.tolist() == ([2, 5] if reports else [0, 0])
         assert world.memory[0][READY + 1] == 5  # the rows of the first block have left
         assert world.memory[2][READY + 1] == 4
+
+
+def sorted_by_expert(tokens, chosen, experts, others, room=None):
+    """Random routing: the row of each slot, R if there is none, and the experts' offsets. Expert 1 has no rows."""
+    index = torch.randint(0, experts + others, (tokens, chosen))
+    index[index == 1] = experts
+    order = index.flatten().clamp(max=experts).sort(stable=True)
+    offsets = torch.searchsorted(order.values, torch.arange(experts), right=True).to(torch.int32)
+    room = int(offsets[-1]) if room is None else room
+    return order.indices.argsort().clamp(max=room).view(tokens, chosen), offsets.clamp(max=room), room
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "chosen", "experts", "others", "columns", "room"),
+    [(2, 300, 8, 32, 96, 136, None), (3, 170, 4, 24, 40, 64, 400), (4, 70, 8, 33, 99, 64, None),
+     (2, 260, 1, 64, 0, WIDE, None), (32, 9, 32, 8, 300, 64, None)],
+    ids=["an expert per block", "rows without room", "last block of one", "wide", "many ranks"],
+)  # fmt: skip
+def test_sums_leave_when_the_blocks_of_their_experts_are_there(
+    monkeypatch, ranks, rows, chosen, experts, others, columns, room
+):  # fmt: skip
+    """The rows of a block are NaN until its counter is complete; one block is complete after some reads of counters."""
+    torch.manual_seed(ranks)
+    rank, tiles_n = 1, 3
+    slots, offsets, count = sorted_by_expert(ranks * rows, chosen, experts, others, room)
+    want = torch.randn(count, columns).to(BF16)
+    each = row_functions.experts_of_block(experts)
+    blocks = plain_blocks(offsets, torch.zeros(count), 0).view(-1, 2 * (experts + 1) + 2)
+    complete = 2 * tiles_n * tiles_of(blocks, TILE).to(torch.int32)
+    stops = [int(offsets[min((i + 1) * each, experts) - 1]) for i in range(len(blocks))]
+    given, left = torch.full_like(want, torch.nan), complete.nonzero().flatten().tolist()
+    at, nbytes = functions.places([2 * ranks * rows * columns])
+    state = {"reads": 0, "early": 0}
+    load = instructions.TABLE["ld."]
+
+    def watched(code, opcode, operands):
+        run = load(code, opcode, operands)
+        if "acquire.gpu" not in opcode:
+            return run
+
+        def read(warp):
+            run(warp)
+            state["reads"] += 1
+            if left and state["reads"] % 40 == 0:
+                block = left.pop(0)
+                if not left:
+                    of_others = [world.at(q, at[0], ranks, rows, columns)[rank] for q in range(ranks) if q != rank]
+                    state["early"] = sum(int((~p.isnan()).all(1).sum()) for p in of_others)
+                first = stops[block - 1] if block else 0
+                given[first : stops[block]] = want[first : stops[block]]
+                blocks[block, -2] = complete[block]
+
+        return read
+
+    monkeypatch.setitem(instructions.TABLE, "ld.", watched)
+    with emulated() as gpu, nan_in_new_tensors():
+        world = Ranks(gpu, ranks, nbytes, 4)
+        push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, tiles_n), experts)
+        push(world.of[rank], given, slots, None, blocks.flatten())
+    assert not left
+    of_rank = slots.view(ranks, rows, chosen)
+    for q in range(ranks):
+        got = world.at(q, at[0], ranks, rows, columns)[rank]
+        assert torch.equal(got, sums_of(want, of_rank[q])) if q != rank else got.isnan().all()
+        assert q == rank or got.float().norm() > 1
+        assert world.memory[q][READY : READY + ranks].tolist() == [5 if r == rank != q else 4 for r in range(ranks)]
+        assert not world.memory[q][NUMBER + 1 : CONTROL_WORDS].any()
+    without_rows = (of_rank == count).all(2)[torch.arange(ranks) != rank]
+    assert state["early"] > without_rows.sum()
+
+
+def test_rows_of_an_expert_that_are_never_there():
+    """A rank that waits for its own product reports itself."""
+    ranks, rows, experts = 3, 40, 4
+    slots, offsets, count = sorted_by_expert(ranks * rows, 2, experts, 4)
+    given, blocks = torch.ones(count, 64, dtype=BF16), plain_blocks(offsets, torch.zeros(count), 0)
+    blocks, report = blocks.view(experts, -1), torch.zeros(2, dtype=torch.int32)
+    blocks[:-1, -2] = 4 * tiles_of(blocks, TILE)[:-1]
+    at, nbytes = functions.places([2 * ranks * rows * 64])
+    with emulated() as gpu:
+        world = Ranks(gpu, ranks, nbytes, 4)
+        gpu.others.append(report)
+        world.memory[1][REPORT : REPORT + 2].view(torch.int64).fill_(report.data_ptr())
+        push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, 2), experts)
+        with pytest.raises(EmulationError, match="the kernel ends with an error"):
+            push(world.of[1], given, slots, None, blocks.flatten())
+    assert report.tolist() == [2, 5]
+    with pytest.raises(ValueError, match=f"{1 << 20} rows: expected at most"):
+        functions.bind_push_sums(given, slots.new_empty(1 << 20, 2), None, 0, 0, SMS, (TILE, 2), experts)
 
 
 def test_signals():

@@ -316,7 +316,10 @@ COUNTS = {
     Total: lambda k: {WIDE: 2 * total.AT_ONCE, "STG.E.128": 1, "ATOMG": 1, "REDG": 0},
     Signal: lambda k: {"ATOMG": 0, "REDG": 0},
 }  # fmt: skip
-COUNTS[PushSums] = lambda k: {"LDGSTS": 2 * copies.VECTORS, "PREEXIT": not k.counts, "ACQBULK": k.counts}
+COUNTS[PushSums] = lambda k: {
+    "LDGSTS": 2 * copies.VECTORS, "PREEXIT": not k.counts, "ACQBULK": k.counts,
+    "STG.E.128": (1 + k.by_experts) * copies.VECTORS,  # sums and zeros
+}  # fmt: skip
 AT_LEAST = (GatherRows, RowDots, SumOnFewSms, PushSums, Total, TransposeCodes, TransposeRows)
 MAXIMA = (Magnitudes, QuantizeFormat)  # the kernels that raise the largest magnitudes of experts, by atomics
 EXCHANGES = (Send, Scatter, Pull, Push, PushSums, Total, Signal)

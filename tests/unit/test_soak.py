@@ -87,7 +87,7 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
     ["gather", "gather of 32-bit ids", "gather by experts", "gather by blocks of experts",
      "gather of codes", "gather of codes alone", "codes in the order of experts",
      "return", "return without values", "return of rows", "return of rows without values", "return beside a product",
-     "return beside an FP8 product"],
+     "return beside a product, by experts", "return beside an FP8 product"],
 )  # fmt: skip
 def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
     few = {"SEND_CTAS": 2, "TOTAL_CTAS": 3, "SCATTER_CTAS": 4, "SCATTER_SMS": 2, "SCATTER_ARRIVALS": 2 * SCATTER_WARPS}

@@ -7,7 +7,8 @@ exchanges as the plain steps, in the same order. So it does not matter if the ra
 
 With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
 SMs that this leaves, and gets the others when it ends. It follows arriving rows by blocks of experts, or rank by rank
-if a rank has few experts or rows are codes. A kernel that sums leaving rows follows the product. With another engine,
+if a rank has few experts or rows are codes. A kernel that sums leaving rows follows the product, by blocks of experts
+or rank by rank. With another engine,
 the product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs
 to the kernels of the exchange, except in the first layer: the expert ids, by which rows are sorted, have arrived, so
 these kernels have their SMs.
@@ -53,7 +54,7 @@ MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 LEAVING_GB_S, SM_GB_S = 420, 95
 SMS = 132  # of an H100
 TILE = 128  # rows
-LEAST_BLOCKS = 16  # of experts, if a product follows arriving rows by experts
+LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
 
 
 def nbytes(*specs: SpecLike) -> int:
@@ -100,7 +101,7 @@ def experts_beside(
     if expert_parallel.engine.by_kernels:
         us = (ranks - 1) * of_rank * row_us
         if reads_weights(expert_parallel, tokens, chosen, experts, row_flops, tflops):
-            us, margin = (ranks - 1) * _us_of_weight(row_flops), FEW_ROWS_MARGIN
+            us, margin = (ranks - 1) * us_of_weight(row_flops), FEW_ROWS_MARGIN
     elif of_rank <= TILE:
         return experts
     else:
@@ -108,7 +109,7 @@ def experts_beside(
     return min(experts, math.ceil(margin * exchange_us / us))
 
 
-def _us_of_weight(row_flops: int) -> float:
+def us_of_weight(row_flops: int) -> float:
     """Return the time to read an expert's weight. An element of it is two operations of a row, and two bytes."""
     return row_flops / MEMORY_GB_S / 1e3
 
@@ -117,25 +118,33 @@ def reads_weights(
     expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int, row_flops: int, tflops: int
 ) -> bool:
     """Whether the product of the rows of one rank takes as long as to read the weights: each expert has few of them."""
-    return us_of_step(expert_parallel, tokens, chosen, row_flops, tflops) < experts * _us_of_weight(row_flops)
+    return us_of_step(expert_parallel, tokens, chosen, row_flops, tflops) < experts * us_of_weight(row_flops)
 
 
-def sms_of_leaving(expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, step_us: float) -> int:
+def sms_of_leaving(
+    expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, product_us: float, experts: int = 0
+) -> int:
     """Return the SMs on which sums leave beside the product of their rows: those with which both end first.
 
-    Sums for the first rank leave when its rows are there, and those for another one also after these.
+    By ranks, sums for the first rank leave when its rows are there, and those for another one also after these. By
+    experts, those of tokens with an expert in the last block leave after the product.
 
     - ``tokens``, ``row_bytes``, ``chosen``: as of `experts_beside`.
-    - ``step_us``: `us_of_step` of the product.
+    - ``product_us``: the time of the product on all SMs.
+    - ``experts``: those of this rank if sums leave by experts, else 0.
     """
     ranks = expert_parallel.ranks
     leaving = tokens // ranks * row_bytes
     moved = leaving + tokens * chosen // ranks**2 * row_bytes
 
     def us(sms: int) -> float:
-        step = step_us * SMS / (SMS - sms)
+        product = product_us * SMS / (SMS - sms)
         sums = leaving / LEAVING_GB_S / 1e3 + moved / (sms * SM_GB_S) / 1e3
-        return max(ranks * step, (ranks - 1) * step + sums, step + (ranks - 1) * sums)
+        if experts:
+            last = min(1.0, chosen * row_functions.experts_of_block(experts) / (ranks * experts))
+            return max(product, (ranks - 1) * sums) + last * (ranks - 1) * sums
+        step = product / ranks
+        return max(product, product - step + sums, step + (ranks - 1) * sums)
 
     return min(range(LEAST_SMS, MOST_SMS + 1, 4), key=us)
 
@@ -177,17 +186,18 @@ class Ranges:
             offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
         )
         experts_here = offsets.shape[0]
-        self._block = row_functions.experts_of_block(experts_here) if experts_here >= LEAST_BLOCKS else 0
-        if self._block:
-            self._by_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
+        self.by_experts = experts_here >= LEAST_BLOCKS  # whether kernels beside a product follow blocks of experts
+        if self.by_experts:
+            self._block = row_functions.experts_of_block(experts_here)
+            self._blocks_of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
         """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel
         can follow the rows, yield all of them as one part. Its product waits for the rows of each block of experts, or
         for those of each rank if there are few experts.
         """
-        if pending.arrivals and self._block:
-            blocks = self._by_experts(offsets, token_of_row, pending.arrivals)
+        if pending.arrivals and self.by_experts:
+            blocks = self._blocks_of_experts(offsets, token_of_row, pending.arrivals)
             pending.follow(blocks.view(-1, 2 * (len(offsets) + 1) + 2), self._block)
             yield Part(blocks, beside=True)
             return
@@ -222,8 +232,10 @@ class Ranges:
         scatter(codes, scale, row_of_slot, rows, arrived, blocks.view(self._ranks, -1))
         return rows, [Part(blocks, beside=True)]
 
-    def leaving(self, offsets: Tensor, token_of_row: Tensor) -> Tensor:
-        """Return the blocks of all rows, in the order in which they leave: last this rank's own."""
+    def leaving(self, offsets: Tensor, token_of_row: Tensor, by_experts: bool = False) -> Tensor:
+        """Return the blocks of all rows, in the order in which they leave: by ranks, this one's own rows are last."""
+        if by_experts:
+            return self._blocks_of_experts(offsets, token_of_row, 0)
         return self._run(offsets, token_of_row, 0, True)
 
     def before_own(self, offsets: Tensor, token_of_row: Tensor) -> tuple[Part, Part]:
@@ -367,7 +379,8 @@ class ReturnsByKernels(Returns):
     """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``.
 
     - ``sms``: those of `PushSums`.
-    - ``tiles``: of the product that computes the rows, as for `bind_push_sums`; None if the rows are there.
+    - ``tiles``, ``experts``: of the product that computes the rows, as for `bind_push_sums`; None and 0 if the rows are
+      there.
     """
 
     def __init__(
@@ -380,6 +393,7 @@ class ReturnsByKernels(Returns):
         tokens: int,
         sms: int,
         tiles: tuple[int, int] | None = None,
+        experts: int = 0,
     ) -> None:
         assert scale is None
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
@@ -388,7 +402,9 @@ class ReturnsByKernels(Returns):
         places, self.nbytes = exchange_functions.places(sizes)
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
-        self.push = exchange_functions.bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles)
+        self.push = exchange_functions.bind_push_sums(
+            rows, row_of_slot, values, at_parts, at_values, sms, tiles, experts
+        )  # fmt: skip
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
 
@@ -417,13 +433,14 @@ class _Pushed:
 
 
 class ReturnsOfProduct:
-    """Sums over slots of the rows that a product computes. Those for another rank leave as soon as their rows are
-    there: `PushSums` runs beside the product, and waits for its tiles.
+    """Sums over slots of the rows that a product computes. They leave as soon as their rows are there: `PushSums` runs
+    beside the product, and waits for its tiles.
 
     - ``rows``, ``row_of_slot``, ``tokens``: as of `Returns`.
     - ``ranges``: those of the rows.
     - ``counted``: `products.bind_counted_gemm` of the operands, given the options.
     - ``sms``: those of `PushSums`.
+    - ``experts``: as for `bind_push_sums`.
     """
 
     def __init__(
@@ -436,17 +453,18 @@ class ReturnsOfProduct:
         counted: Callable[[KernelOptions], tuple[Callable[..., Tensor], tuple[int, int]]],
         options: KernelOptions,
         sms: int,
+        experts: int,
     ) -> None:
-        self._ranges = ranges
+        self._ranges, self._by_experts = ranges, bool(experts)
         self._product, tiles = counted(replace(options, exchange_sms=sms))
-        self._returns = ReturnsByKernels(expert_parallel, rows, row_of_slot, None, None, tokens, sms, tiles)
+        self._returns = ReturnsByKernels(expert_parallel, rows, row_of_slot, None, None, tokens, sms, tiles, experts)
 
     def run(
         self, given: Sequence[Any], rows: Tensor, row_of_slot: Tensor, offsets: Tensor, token_of_row: Tensor
     ) -> Tensor:
         """Return the results of this rank's tokens, and write the ``rows`` of the product of the ``given`` tensors."""
         leaving = self._returns.begin(rows, row_of_slot)
-        blocks = self._ranges.leaving(offsets, token_of_row)
+        blocks = self._ranges.leaving(offsets, token_of_row, self._by_experts)
         self._product(*given, blocks, rows)
         leaving.leave(blocks)  # nothing may come before: it begins beside the product
         y, _ = leaving.finish()

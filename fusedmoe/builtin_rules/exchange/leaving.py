@@ -17,6 +17,7 @@ from torch import Tensor
 from fusedmoe.builtin_rules import guards
 from fusedmoe.builtin_rules.exchange.beside import (
     FP8_TFLOPS,
+    LEAST_SMS,
     TFLOPS,
     Ranges,
     ReturnsOfProduct,
@@ -30,6 +31,7 @@ from fusedmoe.builtin_rules.exchange.beside import (
     require_ranks,
     sms_of_leaving,
     us_of_step,
+    us_of_weight,
 )
 from fusedmoe.builtin_rules.products.fp8 import (
     BY_EXPERT,
@@ -53,6 +55,7 @@ from fusedmoe.builtin_rules.requirements import (
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
+from fusedmoe.kernels.exchange.functions import can_list
 from fusedmoe.kernels.options import KernelOptions
 from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.launch import Codes
@@ -125,17 +128,22 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, self.tflops)
         ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
         step_us = us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops)
+        by_kernels, product_us = expert_parallel.engine.by_kernels, expert_parallel.ranks * step_us
+        followed = 0  # the experts whose blocks the sums follow
+        if by_kernels and ranges.by_experts and can_list(tokens, expert_parallel.ranks, LEAST_SMS):
+            followed, product_us = experts, max(product_us, experts * us_of_weight(row_flops))
         # one launch for the rows of all ranks, before the sums leave
         at_once = is_quick(expert_parallel, step_us) or (
-            expert_parallel.engine.by_kernels
+            by_kernels
+            and not followed
             and reads_weights(expert_parallel, tokens, chosen, experts, row_flops, self.tflops)
         )
         count, operands = token_of_row.shape[0], self.operands
         like = weight.new_empty(count, features, dtype=dtype)
-        if expert_parallel.engine.by_kernels and not at_once and count:  # without rows, there is no product to follow
-            sms = sms_of_leaving(expert_parallel, tokens, row_bytes, chosen, step_us)
+        if by_kernels and not at_once and count:  # without rows, there is no product to follow
+            sms = sms_of_leaving(expert_parallel, tokens, row_bytes, chosen, product_us, followed)
             sums = ReturnsOfProduct(
-                expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options, sms
+                expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options, sms, followed
             )  # fmt: skip
 
             def run_counted(*tensors: Any) -> Any:

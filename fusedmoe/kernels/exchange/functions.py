@@ -24,8 +24,8 @@ from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, COPY_WARPS, MOST_RANKS, PULLED, SCATTER_WARPS
-from fusedmoe.kernels.rows.move.functions import NAMES
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, COPY_WARPS, LISTED, MOST_RANKS, SCATTER_WARPS
+from fusedmoe.kernels.rows.move.functions import NAMES, experts_of_block
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
 MOST_CHOSEN = 32  # a lane of a warp each
@@ -200,9 +200,15 @@ def bind_send(
     return run
 
 
-def pulls(every: int, ranks: int, sms: int) -> bool:
-    """Whether `bind_pull` takes P*N rows with so many SMs: each of their warps lists its rows of other ranks."""
-    return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * PULLED
+def can_list(every: int, ranks: int, sms: int) -> bool:
+    """Whether kernels on so many SMs can list the tokens of other ranks, of P*N: each warp lists its own."""
+    return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * LISTED
+
+
+def _require_listable(every: int, sms: int) -> None:
+    """Raise `ValueError` if `can_list` is false for two ranks, and so for more."""
+    if not can_list(every, 2, sms):
+        raise ValueError(f"{every} rows: expected at most {2 * sms * COPY_WARPS * LISTED} on {sms} SMs")
 
 
 def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sms: int) -> Callable[..., None]:
@@ -219,13 +225,11 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
     - ``at_rows``: the first byte of the rows in a region.
     - ``sms``: the SMs of the kernel, an even number.
 
-    Raises `ValueError`: there are more rows than these SMs take, see `pulls`.
+    Raises `ValueError`: there are more rows than these SMs take, see `can_list`.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
 
-    if every > 2 * sms * COPY_WARPS * PULLED:  # there are at least two ranks
-        raise ValueError(f"{every} rows: expected at most {2 * sms * COPY_WARPS * PULLED} on {sms} SMs")
-
+    _require_listable(every, sms)
     kernel = load(Pull(NAMES[_in_pairs(like.dtype)], arch=kernel_arch(like.device)))
     no_words = unread(like.device, torch.int32, 1)
 
@@ -320,14 +324,15 @@ def bind_push(
 
 def bind_push_sums(
     rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int,
-    tiles: tuple[int, int] | None = None,
+    tiles: tuple[int, int] | None = None, experts: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
     """Begin a return: of ``(region, rows, row_of_slot, values=None, blocks=None)``, sum the rows over the slots of the
     tokens of other ranks, and store the sums in their memory. It is `bind_push` of the sums.
 
     With ``tiles``, the launch before it on the stream is the product that computes the rows, of
-    `sm90.products.bind_counted_gemm`. The rows of each rank leave when it has counted the tiles up to the block of the
-    rank. Otherwise, a product may begin beside the kernel.
+    `sm90.products.bind_counted_gemm`. The sums for each rank leave when it has counted the tiles up to the block of the
+    rank; with ``experts``, each sum leaves when it has counted those up to the block of the token's last expert here.
+    Otherwise, a product may begin beside the kernel.
 
     - ``rows_RH``: (R, H), contiguous.
     - ``row_of_slot_AK``: (P*N, K) int64, by the ranks of the tokens, R for a sentinel. K is at most
@@ -335,13 +340,20 @@ def bind_push_sums(
     - ``values_R``, ``at_parts``, ``at_values``: as of `bind_push`.
     - ``sms``: the SMs of the kernel, an even number, which the product of the rows leaves free.
     - ``tiles``: the rows of a tile of the product, and its column tiles.
-    - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave.
+    - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave, or those of `bind_expert_blocks`.
+    - ``experts``: the experts of this rank if the blocks are those of experts, else 0.
+
+    Raises `ValueError`: with ``experts``, there are more tokens than these SMs take, see `can_list`.
     """
     from fusedmoe.kernels.exchange.push_sums import PushSums  # deferred: imports the CuTe DSL
 
     (every, chosen), device, counts = row_of_slot_AK.shape, rows_RH.device, tiles is not None
     values = None if values_R is None else NAMES[values_R.dtype]
-    kernel = load(PushSums(NAMES[rows_RH.dtype], counts, values, arch=kernel_arch(device)))
+    each = experts_of_block(experts)
+    lines = -(-experts // each) if experts else 0
+    if experts:
+        _require_listable(every, sms)
+    kernel = load(PushSums(NAMES[rows_RH.dtype], counts, values, bool(experts), arch=kernel_arch(device)))
     no_values, no_blocks = unread(device, torch.float32, 1), unread(device, torch.int32, 1)
     of_tiles = tiles or (0, 0)
 
@@ -352,8 +364,8 @@ def bind_push_sums(
         peers, control, rank, patience = region
         kernel(
             rows_RH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1),
-            no_blocks if blocks is None else blocks, peers, control, rank, every // peers.shape[0], chosen, *of_tiles,
-            at_parts, at_values, patience, sms,
+            no_blocks if blocks is None else blocks, peers, control, rank, every // peers.shape[0], chosen,
+            lines or peers.shape[0], each, *of_tiles, at_parts, at_values, patience, sms,
         )  # fmt: skip
 
     return run

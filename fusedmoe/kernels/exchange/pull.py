@@ -8,10 +8,7 @@ adds 1 to a word of this rank's memory.
   later block came before. The first step is the largest, but has few rows if there are many blocks.
 - *By ranks*: the first step is for the tokens of the next rank, and so on.
 
-A warp has every W-th token of the other ranks, of W warps. It first sorts its tokens by steps, in shared memory, by
-their numbers: the n-th token of warp w has the number ``w + n W`` among those of the other ranks, beginning with the
-next one. Then the copies of all steps are one stream: a warp does not wait for the last row of a step before it reads
-the next one's.
+A warp sorts its tokens by steps first (steps.py).
 
 Axes: P ranks, N rows per rank, K chosen experts per row, E experts of this rank, H columns.
 """
@@ -23,22 +20,20 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int16, Int32, Int64
+from cutlass import Boolean, Int32, Int64
 
-from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, inclusive_sum
+from fusedmoe.kernels.device.warps import LANES, VECTOR, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
 from fusedmoe.kernels.exchange.copies import VECTORS
-from fusedmoe.kernels.exchange.layout import PULLED, READY
+from fusedmoe.kernels.exchange.layout import LISTED, READY
+from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, token_of
 
 TICKET = 1
-IN_FLIGHT = 5  # stages of a warp: fewer than of other copies, since its list needs memory too
-AT_ONCE = 4  # tokens of a lane whose steps are found at once
-STEP_BITS = 5
 
 
 @dataclass(frozen=True)
-class Pull(WarpKernel):
+class Pull(SortsTokens):
     """Copies of rows of the other ranks."""
 
     dtype: str  # "bf16" or "fp16"
@@ -77,9 +72,9 @@ class Pull(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        staged, listed = copies.allocate(out.element_type, IN_FLIGHT, PULLED)
+        staged, listed = copies.allocate(out.element_type, IN_FLIGHT, LISTED)
         ranks, exchange = cute.size(peers), current(control)
-        ends = self.sort(index, listed, rank, ranks, rows, chosen, here, block)
+        ends = self.sort(listed, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
         if block > 0:
             if lane < ranks and lane != rank:
                 wait_for(control, READY + lane, exchange, patience)
@@ -92,55 +87,15 @@ class Pull(WarpKernel):
             complete(control, peers, rank, exchange)
 
     @cute.jit
-    def sort(self, index, listed, rank, ranks, rows, chosen, here, block):
-        """List a warp's tokens with an expert here, sorted by steps. Return, in lane s, the end of step s."""
-        worker, workers = copies.worker()
-        lane, others = cute.arch.lane_idx(), (ranks - 1) * rows
-        step = cute.make_rmem_tensor((AT_ONCE,), Int32)
-        count = Int32(0)  # lane s: of step s
-        for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
-            self.find_steps(step, index, first, workers, rank, ranks, rows, chosen, here, block)
-            for i in cutlass.range_constexpr(AT_ONCE):
-                count += Int32(cute.arch.popc(self.of_step(self.votes(step[i]), lane)))
-        ends = inclusive_sum(count, lane)
-        begin, number = ends - count, lane
-        for first in cutlass.range(worker, others, workers * LANES * AT_ONCE, unroll=1):
-            self.find_steps(step, index, first, workers, rank, ranks, rows, chosen, here, block)
-            for i in cutlass.range_constexpr(AT_ONCE):
-                votes = self.votes(step[i])
-                earlier = self.of_step(votes, step[i]) & ((Int32(1) << lane) - 1)
-                place = cute.arch.shuffle_sync(begin, step[i] & (LANES - 1)) + Int32(cute.arch.popc(earlier))
-                if step[i] >= 0:
-                    listed[place] = number.to(Int16)
-                begin += Int32(cute.arch.popc(self.of_step(votes, lane)))
-                number += LANES
-        cute.arch.sync_warp()
-        return ends
-
-    def votes(self, step):
-        """The lanes with a step, and those whose step has each bit."""
-        bits = [cute.arch.vote_ballot_sync(Boolean((step >> j) & 1 != 0)) for j in range(STEP_BITS)]
-        return [cute.arch.vote_ballot_sync(step >= 0), *bits]
-
-    def of_step(self, votes, step):
-        """The lanes with this step, given their `votes`."""
-        found, *bits = votes
-        for j, lanes in enumerate(bits):
-            found = found & cutlass.select_((step >> j) & 1 != 0, lanes, ~lanes)
-        return found
-
-    @cute.jit
-    def find_steps(self, step, index, first, workers, rank, ranks, rows, chosen, here, block):
-        """Find the steps of some tokens of a lane; -1 for a token without an expert here. The i-th token has the number
-        ``first + (i * 32 + lane) * workers``.
-        """
-        others = (ranks - 1) * rows
+    def find_steps(self, step, first, workers, others, given):
+        """As of `SortsTokens`: a token without an expert here is not listed."""
+        index, rank, ranks, rows, chosen, here, block = given
         after, row = (cute.make_rmem_tensor((AT_ONCE,), Int32) for _ in range(2))
         for i in cutlass.range_constexpr(AT_ONCE):
             # past the last token, that token again: in a branch, the warp would wait for each load
             token = cutlass.min(first + (i * LANES + cute.arch.lane_idx()) * workers, others - 1)
             after[i] = token // rows
-            row[i] = (rank + 1 + after[i]) % ranks * rows + token - after[i] * rows
+            row[i] = token_of(token, rank, ranks, rows)
             step[i] = here  # the first expert
         for k in cutlass.range(chosen, unroll=4):
             for i in cutlass.range_constexpr(AT_ONCE):
@@ -187,8 +142,7 @@ class Pull(WarpKernel):
             if step >= 0:
                 cute.arch.cp_async_wait_group(IN_FLIGHT - 1)
                 token = worker + Int32(listed[stored]) * workers
-                after = token // rows
-                row = (rank + 1 + after) % ranks * rows + token - after * rows
+                row = token_of(token, rank, ranks, rows)
                 copies.store(to, vectors, row, part_stored, lane, staged[None, None, stage_stored])
                 stage_stored = cutlass.select_(stage_stored == IN_FLIGHT - 1, Int32(0), stage_stored + 1)
                 part_stored += 1

@@ -211,6 +211,7 @@ def shipped() -> tuple[Kernel, ...]:
         Push("bf16", "fp32"),
         PushSums("bf16"),
         PushSums("bf16", counts=True),
+        PushSums("bf16", counts=True, by_experts=True),
         PushSums("bf16", values="fp32"),
     ]
     kernels += [Send("bf16", scaled=True), Send("bf16", "int32", scaled=True), Send("bf16", "int64", scaled=True)]
