@@ -257,7 +257,8 @@ def test_sums_leave_beside_the_product_of_their_rows(chosen, by_experts, family,
     def once():
         parts.fill_(torch.nan)
         out = torch.full_like(rows, torch.nan)
-        blocks = (of_experts if by_experts else by_ranks)(offsets, token_of_row, 0, *[True] * (not by_experts))
+        given = offsets, token_of_row, 0
+        blocks = of_experts(*given) if by_experts else by_ranks(*given, True)
         run(x, w, None, blocks, out)
         push(region, out, row_of_slot, None, blocks)
         return out.clone(), parts[:, RANK].clone()  # a launch after both

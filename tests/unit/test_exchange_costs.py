@@ -16,15 +16,15 @@ def second_layer(shape, ranks=4):
     return group, ranks * tokens, 2 * hidden, chosen, experts // ranks, 2 * hidden * intermediate
 
 
-def sms(shape, tflops=beside.TFLOPS):
-    group, tokens, row_bytes, chosen, _, flops = second_layer(shape)
-    return beside.sms_of_leaving(
-        group, tokens, row_bytes, chosen, beside.us_of_step(group, tokens, chosen, flops, tflops)
-    )  # fmt: skip
+def sms(shape, tflops=beside.TFLOPS, by_experts=False):
+    group, tokens, row_bytes, chosen, experts, flops = second_layer(shape)
+    product_us = group.ranks * beside.us_of_step(group, tokens, chosen, flops, tflops)
+    return beside.sms_of_leaving(group, tokens, row_bytes, chosen, product_us, experts if by_experts else 0)
 
 
 def test_a_longer_product_leaves_fewer_sms_to_the_sums():
     assert beside.LEAST_SMS == sms(MIXTRAL) < sms(QWEN) == beside.MOST_SMS
+    assert beside.LEAST_SMS == sms(DEEPSEEK, by_experts=True) < sms(QWEN, by_experts=True) < beside.MOST_SMS
     assert sms(MIXTRAL, beside.TFLOPS * 20) > sms(MIXTRAL)
     for tokens in (1, 100, 10_000, 1_000_000):
         assert sms((tokens, *QWEN[1:])) % 2 == 0, "clusters have two CTAs"
