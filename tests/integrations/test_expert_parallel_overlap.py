@@ -72,7 +72,7 @@ def compare(
     assert bool((hopper.kernels_ran - before)["push sums beside their product"]) == beside_product
     assert bool((hopper.kernels_ran - before)["push sums by experts"]) == (beside_product and by_experts)
     parts = {what["of_launch"] for name, what in calls if name == "ranges"}
-    return used, sum(name == "row_ranges" for name, _ in calls), parts
+    return used, sum(name in ("row_ranges", "expert_blocks") for name, _ in calls), parts
 
 
 AGREED, MOST_TOKENS = {}, {"max_tokens": MOST}

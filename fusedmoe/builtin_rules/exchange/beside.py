@@ -51,7 +51,7 @@ LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 3000
 MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 # of sums that leave beside a product: the bytes that leave, and those that an SM reads and writes
-LEAVING_GB_S, SM_GB_S = 420, 95
+LEAVING_GB_S, SM_GB_S = 310, 45
 SMS = 132  # of an H100
 TILE = 128  # rows
 LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
@@ -126,25 +126,28 @@ def sms_of_leaving(
 ) -> int:
     """Return the SMs on which sums leave beside the product of their rows: those with which both end first.
 
-    By ranks, sums for the first rank leave when its rows are there, and those for another one also after these. By
-    experts, those of tokens with an expert in the last block leave after the product.
+    The product takes one block after the other. When a block is done, its sums can leave, after those of the blocks
+    before. By ranks, each block has as many. By experts, a token is in the block of the last of its experts here, so
+    later blocks have more.
 
     - ``tokens``, ``row_bytes``, ``chosen``: as of `experts_beside`.
     - ``product_us``: the time of the product on all SMs.
     - ``experts``: those of this rank if sums leave by experts, else 0.
     """
     ranks = expert_parallel.ranks
-    leaving = tokens // ranks * row_bytes
-    moved = leaving + tokens * chosen // ranks**2 * row_bytes
+    leaving = tokens * (ranks - 1) // ranks * row_bytes
+    moved = leaving * (1 + chosen / ranks)  # the rows of sums are read
+    blocks, more, of_token = ranks - 1, 1, 1.0  # the rows of this rank's own tokens are the last block
+    if experts:
+        blocks, more = -(-experts // row_functions.experts_of_block(experts)), 0
+        of_token = max(of_token, chosen / ranks)  # experts here
 
     def us(sms: int) -> float:
         product = product_us * SMS / (SMS - sms)
-        sums = leaving / LEAVING_GB_S / 1e3 + moved / (sms * SM_GB_S) / 1e3
-        if experts:
-            last = min(1.0, chosen * row_functions.experts_of_block(experts) / (ranks * experts))
-            return max(product, (ranks - 1) * sums) + last * (ranks - 1) * sums
-        step = product / ranks
-        return max(product, product - step + sums, step + (ranks - 1) * sums)
+        sums = max(leaving / LEAVING_GB_S, moved / (sms * SM_GB_S)) / 1e3
+        done = product / (blocks + more)
+        ends = [done * (i + 1) + sums * (1 - float((i / blocks) ** of_token)) for i in range(blocks)]
+        return max(product, *ends)
 
     return min(range(LEAST_SMS, MOST_SMS + 1, 4), key=us)
 
