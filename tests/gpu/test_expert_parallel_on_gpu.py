@@ -47,11 +47,12 @@ def ranks(tmp_path_factory):
     started.stop()
 
 
-def on_device(rank, quick=False, by_experts=False):
+def on_device(rank, quick=False, by_experts=False, own_first=False):
     """``quick``: whether the exchanges of a test, which are small, are taken as quick; else as if they were long.
-    ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few.
+    ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few; ``own_first``:
+    then own rows first, although there are few.
     """
-    beside.LEAST_BLOCKS = 2 if by_experts else 1000
+    beside.LEAST_BLOCKS, beside.OWN_TILES = 2 if by_experts else 1000, 0 if own_first else 2
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
     beside.QUICK_US, beside.MEMORY_GB_S = (1e9, 3000) if quick else (0.0, 1e12)
@@ -174,9 +175,9 @@ def layers(rank, tokens, settings, others=()):
     found = {}
     for name, engine, disabled in (
         ("plain", "allgather", OVERLAPS), ("overlap", "allgather", others), ("symmetric", "symmetric", OVERLAPS),
-        ("by experts", "symmetric", others), ("both", "symmetric", others),
+        ("by experts", "symmetric", others), ("own first", "symmetric", others), ("both", "symmetric", others),
     ):  # fmt: skip
-        on_device(rank, by_experts=name == "by experts")
+        on_device(rank, by_experts=name in ("by experts", "own first"), own_first=name == "own first")
         with fm.disabled(*disabled):
             made = layer(exchange(engine), rank, **settings)
             found[name] = results(made, x, grad)
@@ -476,9 +477,9 @@ def delay(generator):
         torch.cuda._sleep(int(torch.randint(0, 4_000_000, (1,), generator=generator)))
 
 
-def delayed(rank, engine, recipe, wire=None, by_experts=False):
+def delayed(rank, engine, recipe, wire=None, by_experts=False, own_first=False):
     """Steps with random delays of each rank, and buffers that are poisoned before each use."""
-    on_device(rank, by_experts=by_experts)
+    on_device(rank, by_experts=by_experts, own_first=own_first)
     if engine == "symmetric" or torch.cuda.device_count() < RANKS:
         ep = exchange(engine, wire=wire)
     else:  # over gloo, a step takes 40 ms
@@ -497,9 +498,9 @@ def delayed(rank, engine, recipe, wire=None, by_experts=False):
     assert want[0].any()
 
 
-def delayed_replays(rank, recipe, wire=None, by_experts=False):
+def delayed_replays(rank, recipe, wire=None, by_experts=False, own_first=False):
     """The same as replays of a CUDA graph: the host only starts them, so that many follow each other closely."""
-    on_device(rank, by_experts=by_experts)
+    on_device(rank, by_experts=by_experts, own_first=own_first)
     ep, delays = exchange("symmetric", wire=wire), torch.Generator().manual_seed(rank)
     with fm.disabled(*OTHERS, *FP8_OTHERS), fm.recipe(recipe):
         step, want = two_layers(rank, ep)
@@ -533,9 +534,10 @@ def test_replays_with_delays_and_poisoned_buffers(ranks, recipe):
     ranks.run(delayed_replays, recipe)
 
 
-def test_steps_by_experts_with_delays_and_poisoned_buffers(ranks):
-    ranks.run(delayed, "symmetric", "bf16", by_experts=True)
-    ranks.run(delayed_replays, "bf16", by_experts=True)
+@pytest.mark.parametrize("own_first", [False, True])
+def test_steps_by_experts_with_delays_and_poisoned_buffers(ranks, own_first):
+    ranks.run(delayed, "symmetric", "bf16", by_experts=True, own_first=own_first)
+    ranks.run(delayed_replays, "bf16", by_experts=True, own_first=own_first)
 
 
 def test_codes_with_delays_and_poisoned_buffers(ranks):

@@ -19,7 +19,7 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 @on_each
 def compare(
     ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False,
-    fp8=False, weights=None, autocast=False, by_experts=False,
+    fp8=False, weights=None, autocast=False, by_experts=False, own_first=False,
 ):  # fmt: skip
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
@@ -28,7 +28,8 @@ def compare(
     rules that each rank does without. ``symmetric``: arguments of `on_cpus`, for the engine of that name. ``quick``:
     whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block". ``weights``:
     the dtype of routing weights of the caller. ``autocast``: whether autocast casts the weights, which are fp32.
-    ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few.
+    ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few; ``own_first``:
+    then own rows first, although there are few.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
@@ -39,7 +40,7 @@ def compare(
     arriving.experts_beside = leaving.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.MEMORY_GB_S = (6.0, 3000) if quick else (0.0, 1e12)  # a rank runs several tests
-    beside.LEAST_BLOCKS = 2 if by_experts else 1000
+    beside.LEAST_BLOCKS, beside.OWN_TILES = 2 if by_experts else 1000, 0 if own_first else 2
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
@@ -121,10 +122,13 @@ WITHOUT = {
 CASES_OF_RANKS = pairwise([*WITHOUT], [(50, 50), (37, 50), (0, 41)], [True, False])
 
 
-@pytest.mark.parametrize("by_experts", [False, True])
+@pytest.mark.parametrize(("by_experts", "own_first"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("case", "tokens", "quick"), CASES_OF_RANKS, ids=str)
-def test_the_engine_symmetric_has_the_bits_of_allgather(hopper_ranks, folder, case, tokens, quick, by_experts):
-    options = {"disabled": WITHOUT[case], "symmetric": (folder,), "quick": quick, "by_experts": by_experts}
+def test_the_engine_symmetric_has_the_bits_of_allgather(
+    hopper_ranks, folder, case, tokens, quick, by_experts, own_first
+):  # fmt: skip
+    options = {"disabled": WITHOUT[case], "symmetric": (folder,), "quick": quick}
+    options |= {"by_experts": by_experts, "own_first": own_first}
     found = hopper_ranks.run(compare, 2, MOST_TOKENS, tokens, **options)[:2]
     for (used, launched, _), without in zip(found, WITHOUT[case], strict=True):
         assert bool(used) == (without is OTHERS)

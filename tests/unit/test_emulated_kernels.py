@@ -172,6 +172,9 @@ def test_ranges_of_rows():
 def test_blocks_of_experts(experts):
     for seed, zero_tail in enumerate((False, True)):
         check_blocks(*routed(90, 3, experts, seed), zero_tail)
+    for seed, (ranks, each) in enumerate([(2, 500), (3, 400), (4, 130)]):
+        of_own = [check_blocks(*routed(ranks * each, 3, experts, seed), seed < 2, (r, each)) for r in range(ranks)]
+        assert any(of_own) or experts == 1  # which has few rows
 
 
 @pytest.mark.parametrize("gather", [False, slow(True)])

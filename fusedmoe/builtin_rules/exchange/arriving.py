@@ -24,6 +24,7 @@ from fusedmoe.builtin_rules.exchange.beside import (
     experts_beside,
     is_quick,
     nbytes,
+    own_rows_first,
     require_few_ranks,
     require_ranks,
     us_of_step,
@@ -155,7 +156,8 @@ class GemmActivationOfArrivingTokens(
         beside = experts_beside(ep, total, row_bytes, chosen, experts, row_flops, TFLOPS)
         # memory for E offsets, which may be more than there are rows
         offsets = rows.new_empty(experts)
-        ranges = Ranges(ep, offsets, rows, total, beside, ctx.options.zero_tail)
+        own_first = own_rows_first(ep, total, chosen, experts)
+        ranges = Ranges(ep, offsets, rows, total, beside, ctx.options.zero_tail, own_first)
         factors = factor.new_empty(room, dtype=torch.float32) if scaled else None
         quick = is_quick(ep, us_of_step(ep, total, chosen, row_flops, TFLOPS))
         product = products.bind_grouped_gemm_activation(
@@ -403,7 +405,8 @@ class DgradActivationOfArrivingGradients(
         divided = experts_beside(
             expert_parallel, tokens, row_bytes, chosen, weight.shape[0], row_flops, DERIVATIVE_TFLOPS
         )
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
+        own_first = own_rows_first(expert_parallel, tokens, chosen, weight.shape[0])
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail, own_first)
         beside = beside_exchange(options, expert_parallel)
         quick = is_quick(expert_parallel, us_of_step(expert_parallel, tokens, chosen, row_flops, DERIVATIVE_TFLOPS))
         factors = None if factor is None else torch.empty_like(factor, dtype=torch.float32)

@@ -54,6 +54,7 @@ MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 LEAVING_GB_S, SM_GB_S = 310, 45
 SMS = 132  # of an H100
 TILE = 128  # rows
+OWN_TILES = 2  # of an expert, at least, if own rows come first
 LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
 
 
@@ -157,6 +158,16 @@ def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_fl
     return tokens * chosen / expert_parallel.ranks**2 * row_flops / tflops / 1e6
 
 
+def own_rows_first(expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int) -> bool:
+    """Whether a product that follows arriving rows by experts computes this rank's rows first: each expert has whole
+    tiles of them. Weights are then read twice. Without own rows, the product would follow the exchange from the start,
+    which first brings the most rows: a token comes with its first expert.
+
+    - ``tokens``, ``chosen``, ``experts``: as of `experts_beside`.
+    """
+    return tokens * chosen / (expert_parallel.ranks**2 * experts) >= OWN_TILES * TILE
+
+
 def is_quick(expert_parallel: ExpertParallel, us: float) -> bool:
     """Whether an exchange beside products of `us_of_step` is so quick that one launch for all rows is better: it hides
     nothing, but neither a division of rows by ranks nor more launches are needed. Only if kernels make the exchange.
@@ -171,6 +182,8 @@ class Ranges:
     - ``tokens``: the tokens of all ranks.
     - ``experts``: the number of experts whose rows are divided.
     - ``zero_tail``: as of `KernelOptions`.
+    - ``own_first``: of kernels that follow each other by experts, whether this rank's rows come first; see
+      `own_rows_first`.
 
     The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """
@@ -183,6 +196,7 @@ class Ranges:
         tokens: int,
         experts: int,
         zero_tail: bool,
+        own_first: bool = False,
     ) -> None:
         self._ranks = expert_parallel.ranks
         self._run = row_functions.bind_row_ranges(
@@ -191,8 +205,9 @@ class Ranges:
         experts_here = offsets.shape[0]
         self.by_experts = experts_here >= LEAST_BLOCKS  # whether kernels beside a product follow blocks of experts
         if self.by_experts:
-            self._block = row_functions.experts_of_block(experts_here)
-            self._blocks_of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail)
+            self._own_first, self._block = own_first, row_functions.experts_of_block(experts_here, own_first)
+            own = (expert_parallel.rank, tokens // self._ranks) if own_first else None
+            self._blocks_of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail, own)
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
         """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel
@@ -201,7 +216,10 @@ class Ranges:
         """
         if pending.arrivals and self.by_experts:
             blocks = self._blocks_of_experts(offsets, token_of_row, pending.arrivals)
-            pending.follow(blocks.view(-1, 2 * (len(offsets) + 1) + 2), self._block)
+            words = blocks.view(-1, 2 * (len(offsets) + 1) + 2)
+            if self._own_first:  # a word for two blocks, after that of own rows
+                words = words[:-1].view(-1, 2 * words.shape[1])
+            pending.follow(words, self._block)
             yield Part(blocks, beside=True)
             return
         blocks = self._run(offsets, token_of_row, pending.arrivals)

@@ -98,32 +98,39 @@ def bind_row_ranges(
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int = 0, leaving: bool = False) -> Tensor:
         blocks = offsets_E.new_empty(size)
-        kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals, leaving, zero_tail)
+        kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals, leaving, zero_tail, 0)
         return blocks
 
     return run
 
 
-def experts_of_block(experts: int) -> int:
+def experts_of_block(experts: int, own_first: bool = False) -> int:
     """Return how many experts each block of `bind_expert_blocks` has: as few as possible."""
-    return -(-experts // MOST_RANKS)
+    return -(-experts // ((MOST_RANKS - 1) // 2 if own_first else MOST_RANKS))
 
 
 def bind_expert_blocks(
-    offsets_E: Tensor, token_of_row: Tensor, zero_tail: bool = True
+    offsets_E: Tensor, token_of_row: Tensor, zero_tail: bool = True, own: tuple[int, int] | None = None
 ) -> Callable[[Tensor, Tensor, int], Tensor]:
     """Return a function of ``(offsets, token_of_row, arrivals)``: the experts' rows in blocks, as of `bind_row_ranges`,
     but by experts. Block s has the rows of ``n = experts_of_block(E)`` experts, from ``s * n`` on. The last one has
     those of no expert too, with ``zero_tail``. The word of each block is ``-arrivals``.
+
+    - ``own``: the rank and N, for own rows that come first; None if they do not. Then block 0 has the row tiles whose
+      rows are all of the rank's tokens, and its word is 0. Blocks 2 s + 1 and 2 s + 2 have the tiles before and after
+      these, of ``experts_of_block(E, own_first=True)`` experts; the second word of the two is 0.
     """
     from fusedmoe.kernels.rows.move.ranges import RowRanges  # deferred: imports the CuTe DSL
 
-    experts, each = offsets_E.shape[0], experts_of_block(offsets_E.shape[0])
-    blocks, kernel = -(-experts // each), load(RowRanges())
+    experts, each = offsets_E.shape[0], experts_of_block(offsets_E.shape[0], own is not None)
+    steps, kernel = -(-experts // each), load(RowRanges())
+    blocks, (rank, of_rank) = (steps, (0, 0)) if own is None else (1 + 2 * steps, own)
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int) -> Tensor:
         found = offsets_E.new_empty(blocks * (2 * (experts + 1) + 2))
-        kernel(offsets_E, token_of_row, found, 0, blocks, each, -1, -arrivals, False, zero_tail)
+        kernel(
+            offsets_E, token_of_row, found, rank, blocks, of_rank, own is not None, -arrivals, False, zero_tail, each
+        )  # fmt: skip
         return found
 
     return run

@@ -1,7 +1,8 @@
 """The kernel that divides rows into blocks that a product takes one after the other.
 
-`RowRanges` by experts: block s has the rows of ``each`` experts, from ``s * each`` on. The last block has the rows of
-no expert too.
+`RowRanges` by experts: block s has the rows of ``of_block`` experts, from ``s * of_block`` on. The last block has the
+rows of no expert too. If own rows come first, block 0 has the tiles whose rows are all of this rank's tokens, and each
+``of_block`` experts have two blocks: one with the tiles before these, and one with those after them.
 
 `RowRanges` by the ranks of the tokens, for products that begin with some rows of each expert: P ranks have N tokens
 each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
@@ -40,7 +41,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Boolean, Int32
 
 from fusedmoe.kernels.device.warps import LANES, WarpKernel, fake_vector
 
@@ -60,22 +61,23 @@ class RowRanges(WarpKernel):
     def compile(self) -> Any:
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
         elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
-        blocks are in the order in which rows leave, and ``zero_tail``. By experts: 0, the number of blocks, ``each``,
-        -1, the word of each block, 0 and ``zero_tail``.
+        blocks are in the order in which rows leave, ``zero_tail``, and 0. By experts: ``rank``, the number of blocks,
+        N, whether own rows come first, the word of each block (then that of the first of two blocks), 0, ``zero_tail``
+        and ``of_block``.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
-        return self.compiled_for(*vectors, *[Int32(0)] * 7)
+        return self.compiled_for(*vectors, *[Int32(0)] * 8)
 
     @cute.jit
-    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail, stream):
+    def __call__(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail, of_block, stream):
         grid = (cute.ceil_div(cute.size(offsets) + 1, WARPS), 1, 1)
-        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail).launch(
+        self.kernel(offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail, of_block).launch(
             grid=grid, block=(WARPS * LANES, 1, 1), stream=stream
         )
 
     @cute.kernel
-    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail):
+    def kernel(self, offsets, tokens, blocks, rank, ranks, each, divided, word, leaving, zero_tail, of_block):
         lane = cute.arch.lane_idx()
         cta, _, _ = cute.arch.block_idx()
         expert = cta * WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -88,25 +90,55 @@ class RowRanges(WarpKernel):
                 stop = offsets[expert]
             elif zero_tail == 0:
                 stop = start
-            step = (lane + ranks - rank) % ranks
-            first, end = start, start
-            last = ranks - 1  # the step of an expert that is not divided
-            if divided < 0 and expert < experts:
-                last = expert // each
-            if expert < cutlass.min(divided, experts):
-                first, end = self.of_class(tokens, start, stop, rank, ranks, each, lane)
-            elif step == last:
-                end = stop
-            if lane < ranks:
-                place = step
+            place, first, end = lane, start, start
+            waits = Boolean(True)  # whether the block has a word to wait for
+            if of_block > 0:
+                if expert == experts:
+                    if lane == ranks - 1:
+                        end = stop
+                elif divided == 0:
+                    if lane == expert // of_block:
+                        end = stop
+                else:
+                    first, end = self.own_first(tokens, start, stop, rank * each, each, expert // of_block, lane)
+                waits = Boolean((divided == 0) | (lane % 2 == 1))
+            else:
+                step = (lane + ranks - rank) % ranks
+                if expert < cutlass.min(divided, experts):
+                    first, end = self.of_class(tokens, start, stop, rank, ranks, each, lane)
+                elif step == ranks - 1:
+                    end = stop
+                place, waits = step, step > 0
                 if leaving != 0:
                     place = ranks - 1 - step
+            if lane < ranks:
                 block = place * (2 * (experts + 1) + 2)
                 blocks[block + expert] = first
                 blocks[block + experts + 1 + expert] = end
                 if expert == experts:
                     blocks[block + 2 * (experts + 1)] = 0
-                    blocks[block + 2 * (experts + 1) + 1] = 0 if step == 0 and divided >= 0 else word
+                    blocks[block + 2 * (experts + 1) + 1] = cutlass.select_(waits, word, Int32(0))
+
+    @cute.jit
+    def own_first(self, tokens, start, stop, token, each, step, lane):
+        """The first row and the end of an expert's tiles in a block, by experts. Own rows, of ``each`` tokens from
+        ``token`` on, come first.
+        """
+        count = stop - start
+        bound = self.rows_before(tokens, start, stop, token + lane % 2 * each) - start
+        own, after = cute.arch.shuffle_sync(bound, 0), cute.arch.shuffle_sync(bound, 1)
+        low = cutlass.min(cute.ceil_div(own, self.tile) * self.tile, count)
+        high = count
+        if after < count:
+            high = cutlass.max(after // self.tile * self.tile, low)
+        first, end = Int32(0), Int32(0)
+        if lane == 0:
+            first, end = low, high
+        elif lane == 2 * step + 1:
+            end = low
+        elif lane == 2 * step + 2:
+            first, end = high, count
+        return start + first, start + end
 
     @cute.jit
     def of_class(self, tokens, start, stop, rank, ranks, each, lane):
