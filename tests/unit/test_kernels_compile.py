@@ -284,7 +284,7 @@ def of_format(kernel):
 
 
 def of_copies(kernel):
-    words = 2 * isinstance(kernel, Pull)  # of the rows that have arrived: before the copies, and between them
+    words = isinstance(kernel, Pull)  # of the rows that have arrived
     return {"LDGSTS": copies.VECTORS, r"LDGSTS\S*\.128": copies.VECTORS, "STG.E.128": copies.VECTORS,
             "PREEXIT": 1, "ATOMG": 1, "REDG": words}  # fmt: skip
 

@@ -10,7 +10,7 @@ Axes: N rows, H columns.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,10 +28,10 @@ STAGES = 7  # steps of a warp under way
 BLOCK_BYTES = LANES * CHUNK_BYTES  # of a row that a warp copies at once
 
 
-def launch(ctas: Int32, stream: Any) -> dict[str, Any]:
+def launch(ctas: Int32, stream: Any, warps: int = COPY_WARPS) -> dict[str, Any]:
     """Launch arguments."""
     return {
-        "grid": (ctas, 1, 1), "block": (COPY_WARPS * LANES, 1, 1), "cluster": (CTAS, 1, 1), "min_blocks_per_mp": 1,
+        "grid": (ctas, 1, 1), "block": (warps * LANES, 1, 1), "cluster": (CTAS, 1, 1), "min_blocks_per_mp": 1,
         "stream": stream,
     }  # fmt: skip
 
@@ -43,15 +43,22 @@ def worker() -> tuple[Int32, Int32]:
     return cta * COPY_WARPS + cute.arch.make_warp_uniform(cute.arch.warp_idx()), ctas * COPY_WARPS
 
 
-def allocate(element: Any, stages: int = STAGES, listed: int = 0) -> tuple[cute.Tensor, cute.Tensor | None]:
-    """The stages of a lane, (vector, block, stage), and a warp's list of so many numbers of 16 bits."""
+class Shared(NamedTuple):
+    """Shared memory."""
+
+    staged: cute.Tensor  # the stages of a lane: (vector, block, stage)
+    listed: cute.Tensor | None  # a warp's list of numbers of 16 bits
+    barriers: cute.Pointer | None  # of the CTA
+
+
+def allocate(element: Any, stages: int = STAGES, listed: int = 0, barriers: int = 0) -> Shared:
+    """Allocate so many stages, numbers and barriers."""
     smem, lane = SmemAllocator(), cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     layout = cute.make_layout((VECTOR, LANES, VECTORS, stages, COPY_WARPS))
     staged = smem.allocate_tensor(element, layout, 16)[None, lane, None, None, warp]
-    if not listed:
-        return staged, None
-    return staged, smem.allocate_tensor(Int16, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp]
+    numbers = smem.allocate_tensor(Int16, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp] if listed else None
+    return Shared(staged, numbers, smem.allocate_array(Int64, barriers) if barriers else None)
 
 
 @cute.jit

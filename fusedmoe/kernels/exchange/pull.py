@@ -1,7 +1,8 @@
 """`Pull`: the end of a gather. A few SMs copy the rows of other ranks that have an expert here, step after step.
 
-The steps have an order in which a product can follow them (sm90/gemm/scheduler.py). After its rows of a step, each warp
-adds 1 to a word of this rank's memory.
+The steps have an order in which a product can follow them (sm90/gemm/scheduler.py): each has a word in this rank's
+memory. A warp that has stored its rows of a step arrives at a barrier of the CTA. One more warp waits for all of them,
+and adds their number to the word. A copying warp would wait at this release for all of its copies under way.
 
 - *By experts*: the experts of this rank are in blocks, of which the product takes one after the other. A token's step
   is the block of its first expert here. So when a step is there, all rows of its block are: a token with an expert in a
@@ -26,10 +27,11 @@ from fusedmoe.kernels.device.warps import LANES, VECTOR, fake_matrix, fake_vecto
 from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
 from fusedmoe.kernels.exchange.copies import VECTORS
-from fusedmoe.kernels.exchange.layout import LISTED, READY
+from fusedmoe.kernels.exchange.layout import COPY_WARPS, LISTED, MOST_RANKS, READY
 from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, token_of
 
 TICKET = 1
+WARPS = COPY_WARPS + 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Pull(SortsTokens):
     ):  # fmt: skip
         self.kernel(
             out, index, words, peers, control, rank, rows, chosen, here, block, steps, word, pitch, at_rows, patience
-        ).launch(**copies.launch(ctas, stream))  # fmt: skip
+        ).launch(**copies.launch(ctas, stream, WARPS))  # fmt: skip
 
     @cute.kernel
     def kernel(
@@ -72,17 +74,25 @@ class Pull(SortsTokens):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        staged, listed = copies.allocate(out.element_type, IN_FLIGHT, LISTED)
+        staged, listed, stored = copies.allocate(out.element_type, IN_FLIGHT, LISTED, MOST_RANKS)
         ranks, exchange = cute.size(peers), current(control)
-        ends = self.sort(listed, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
-        if block > 0:
-            if lane < ranks and lane != rank:
-                wait_for(control, READY + lane, exchange, patience)
-            cute.arch.sync_warp()
-        self.copy(
-            out, words, peers, control, listed, ends, staged, rank, rows, block, steps, word, pitch, at_rows, exchange,
-            patience,
-        )  # fmt: skip
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == COPY_WARPS:
+            cute.arch.mbarrier_init(stored + lane, COPY_WARPS)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        if warp == COPY_WARPS:
+            if pitch > 0:
+                self.tell(words, stored, steps, word, pitch)
+        else:
+            ends = self.sort(listed, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
+            if block > 0:
+                if lane < ranks and lane != rank:
+                    wait_for(control, READY + lane, exchange, patience)
+                cute.arch.sync_warp()
+            self.copy(
+                out, peers, control, listed, ends, staged, stored, rank, rows, block, steps, at_rows, exchange, patience
+            )  # fmt: skip
         if is_last(control, TICKET, ctas):
             complete(control, peers, rank, exchange)
 
@@ -110,10 +120,9 @@ class Pull(SortsTokens):
 
     @cute.jit
     def copy(
-        self, out, words, peers, control, listed, ends, staged, rank, rows, block, steps, word, pitch, at_rows,
-        exchange, patience,
-    ):  # fmt: skip
-        """Copy the rows of the tokens that a warp has listed, and tell of each step."""
+        self, out, peers, control, listed, ends, staged, barriers, rank, rows, block, steps, at_rows, exchange, patience
+    ):
+        """Copy the rows of the tokens that a warp has listed, and arrive at the barrier of each step."""
         worker, workers = copies.worker()
         lane, vectors, ranks = cute.arch.lane_idx(), out.shape[1] // VECTOR, cute.size(peers)
         to = out.iterator.toint()
@@ -150,19 +159,28 @@ class Pull(SortsTokens):
                     part_stored = Int32(0)
                     stored += 1
             if part_stored == 0 and step >= -1:  # all stages are under way
-                told = self.tell(words, ends, steps, word, pitch, told, stored)
+                told = self.arrive(barriers, ends, steps, told, stored)
         cute.arch.cp_async_wait_group(0)
-        self.tell(words, ends, steps, word, pitch, told, stored)  # of the steps of a warp without tokens
+        self.arrive(barriers, ends, steps, told, stored)  # at those of a warp without tokens
 
     @cute.jit
-    def tell(self, words, ends, steps, word, pitch, told, stored):
-        """Add 1 to the words of the steps whose rows are all stored, a lane for each word; return their number."""
+    def arrive(self, barriers, ends, steps, told, stored):
+        """Arrive at the barriers of the steps whose rows are all stored, a lane at each; return their number."""
         lane = cute.arch.lane_idx()
         done = Int32(cute.arch.popc(cute.arch.vote_ballot_sync(Boolean((lane < steps) & (ends <= stored)))))
         if done > told:
             cute.arch.sync_warp()  # the stores of all lanes come before
-            if pitch > 0 and lane >= told and lane < done:
-                cute.arch.red(
-                    words.iterator + (word + lane * pitch), Int32(1), op="add", dtype="s32", sem="release", scope="gpu"
-                )  # fmt: skip
+            if lane >= told and lane < done:
+                cute.arch.mbarrier_arrive(barriers + lane)
         return done
+
+    @cute.jit
+    def tell(self, words, barriers, steps, word, pitch):
+        """Add to the word of each step when all warps of the CTA have stored its rows."""
+        for step in cutlass.range(steps, unroll=1):
+            cute.arch.mbarrier_wait(barriers + step, 0)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.red(
+                    words.iterator + (word + step * pitch), Int32(COPY_WARPS), op="add", dtype="s32", sem="release",
+                    scope="gpu",
+                )  # fmt: skip

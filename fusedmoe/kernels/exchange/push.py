@@ -68,7 +68,7 @@ class Push(WarpKernel):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         worker, workers = copies.worker()
-        staged, _ = copies.allocate(sums.element_type)
+        staged, *_ = copies.allocate(sums.element_type)
         ranks, exchange, columns = cute.size(peers), current(control), sums.shape[1]
         wait_for_ranks(control, DONE, exchange - 1, ranks, patience)
         for step in cutlass.range(begin, end, unroll=1):

@@ -137,7 +137,7 @@ class PushSums(SortsTokens):
     ):  # fmt: skip
         if const_expr(not self.counts):
             cute.arch.griddepcontrol_launch_dependents()
-        staged, listed = copies.allocate(rows.element_type, self.stages, LISTED if self.by_experts else 0)
+        staged, listed, _ = copies.allocate(rows.element_type, self.stages, LISTED if self.by_experts else 0)
         exchange = current(control)
         wait_for_ranks(control, DONE, exchange - 1, cute.size(peers), patience)
         if const_expr(self.by_experts):
