@@ -51,7 +51,7 @@ LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 3000
 MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 # of sums that leave beside a product: the bytes that leave, and those that an SM reads and writes
-LEAVING_GB_S, SM_GB_S = 310, 45
+LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
 OWN_TILES = 2  # of an expert, at least, if own rows come first
