@@ -48,8 +48,7 @@ are, by `torch.compile`. The experts of each token are drawn, all with the same 
 most tokens to the same few experts. A rank has memory for twice the rows of even routing (`capacity=2`), and more would
 be an error. As many layers are kept as fit into memory, which all variants allocate by `expandable_segments`. The speed
 is the median over the intervals of {every} steps after the first one. Each of them ends with a collective of all ranks,
-after which the hosts start with empty queues. At commit 91fede5d, a rank had memory for all rows that it could get,
-without `expandable_segments`, the loss was not compiled, and an interval was 6 steps.
+after which the hosts start with empty queues.
 """
 MEASURED = """\
 {ranks} x {machine}, torch {torch}, transformers {transformers}, commit {commit}: {layers} layers, {sequences} sequences

@@ -547,8 +547,13 @@ def test_rows_of_an_expert_that_are_never_there():
         with pytest.raises(EmulationError, match="the kernel ends with an error"):
             push(world.of[1], given, slots, None, blocks.flatten())
     assert report.tolist() == [2, 5]
-    with pytest.raises(ValueError, match=f"{1 << 20} rows: expected at most"):
-        functions.bind_push_sums(given, slots.new_empty(1 << 20, 2), None, 0, 0, SMS, (TILE, 2), experts)
+    many = slots.new_empty(3 << 18, 2)
+    push = functions.bind_push_sums(given, many, None, 0, 0, SMS, (TILE, 2), experts)
+    with pytest.raises(ValueError, match=f"{1 << 19} rows of other ranks: expected at most {1 << 16}"):
+        push(world.of[1], given, many, None, blocks)
+    for values, tiles in ((None, None), (torch.ones(count), (TILE, 2))):
+        with pytest.raises(ValueError, match="expected tiles of a product, and no values"):
+            functions.bind_push_sums(given, slots, values, 0, 0, SMS, tiles, experts)
 
 
 def test_signals():

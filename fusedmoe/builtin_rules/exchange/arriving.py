@@ -1,6 +1,6 @@
 """Rules that compute while rows arrive from the other ranks of `ExpertParallel`.
 
-- `sm90.gemm_activation_of_arriving_tokens`: the first layer begins with the row tiles of this rank's own tokens.
+- `sm90.gemm_activation_of_arriving_tokens`: the first layer, in an order in which rows arrive.
 - `sm90.fp8_gemm_activation_of_arriving_tokens`: the same for tokens that travel as FP8 codes (``dispatch_dtype``). The
   codes are the operand of the product: a kernel writes them in the order of the experts, as they arrive.
 - `sm90.dgrad_activation_of_arriving_gradients`: as the first, for the gradient of the second layer's rows.
@@ -106,7 +106,7 @@ def _codes_like(x: Tensor, rows: int) -> Codes:
 class GemmActivationOfArrivingTokens(
     OnSm90, FusionRule, name="sm90.gemm_activation_of_arriving_tokens", direction="forward"
 ):
-    """The first layer with its activation, for the tokens of all ranks: this rank's own while the others arrive."""
+    """The first layer with its activation, for the tokens of all ranks, while those of the others arrive."""
 
     gather: GatherTokens
     dispatch: Dispatch
@@ -352,7 +352,7 @@ class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes"
 class DgradActivationOfArrivingGradients(
     OnSm90, FusionRule, name="sm90.dgrad_activation_of_arriving_gradients", direction="backward"
 ):
-    """The gradients of the second layer and of the activation: of this rank's tokens while others arrive."""
+    """The gradients of the second layer and of the activation, while those of the results arrive."""
 
     dback: DReturnTokens
     dcombine: DCombine

@@ -8,10 +8,9 @@ exchanges as the plain steps, in the same order. So it does not matter if the ra
 With an engine whose exchanges are kernels (``by_kernels``), a product begins beside the kernel of an exchange, on the
 SMs that this leaves, and gets the others when it ends. It follows arriving rows by blocks of experts, or rank by rank
 if a rank has few experts or rows are codes. A kernel that sums leaving rows follows the product, by blocks of experts
-or rank by rank. With another engine,
-the product is launched once for this rank's rows, and once for the others when they are there. It then leaves some SMs
-to the kernels of the exchange, except in the first layer: the expert ids, by which rows are sorted, have arrived, so
-these kernels have their SMs.
+or rank by rank. With another engine, the product is launched once for this rank's rows, and once for the others when
+they are there. It then leaves some SMs to the kernels of the exchange, except in the first layer: the expert ids, by
+which rows are sorted, have arrived, so these kernels have their SMs.
 
 Axes: P ranks, N rows per rank in an exchange, T tokens of this rank, K chosen experts per token, R rows, H features.
 """

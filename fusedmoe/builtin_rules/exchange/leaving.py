@@ -1,6 +1,6 @@
 """Rules that compute while sums leave for the other ranks of `ExpertParallel`.
 
-- `sm90.gemm_of_leaving_rows`: the second layer begins with the tiles of other ranks' tokens, whose sums then leave.
+- `sm90.gemm_of_leaving_rows`: the second layer, in an order in which the sums of other ranks' tokens can leave.
 - `sm90.wgrad_beside_exchange`: the gradient of the tokens leaves beside the weight gradient of the first layer.
 
 Both also have a rule for FP8 codes and scales. See `beside.py`.
@@ -79,7 +79,7 @@ def _require_returnable(ctx: PlanContext, expert_parallel: ExpertParallel, row_o
 
 
 class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="forward"):
-    """The second layer, the sum per token, and the sum over ranks: first for the tokens of other ranks."""
+    """The second layer, the sum per token, and the sum over ranks, in an order in which sums can leave."""
 
     fc: GroupedLinear
     combine: Combine

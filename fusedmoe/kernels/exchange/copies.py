@@ -2,8 +2,7 @@
 
 The copies go through shared memory: a lane copies and stores its own columns by ``cp.async``, and most of an SM's
 shared memory is under way. NVLink delivers less than 1 MiB in the 2 us of a read, so a few SMs suffice. A warp has
-every W-th row of W warps. It tells 32 of its rows at once which of them are wanted, since it would wait a microsecond
-for each.
+every W-th row of W warps.
 
 Axes: N rows, H columns.
 """

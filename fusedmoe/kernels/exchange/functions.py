@@ -205,10 +205,11 @@ def can_list(every: int, ranks: int, sms: int) -> bool:
     return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * LISTED
 
 
-def _require_listable(every: int, sms: int) -> None:
-    """Raise `ValueError` if `can_list` is false for two ranks, and so for more."""
-    if not can_list(every, 2, sms):
-        raise ValueError(f"{every} rows: expected at most {2 * sms * COPY_WARPS * LISTED} on {sms} SMs")
+def _require_listable(every: int, ranks: int, sms: int) -> None:
+    """Raise `ValueError` if `can_list` is false."""
+    if not can_list(every, ranks, sms):
+        most = sms * COPY_WARPS * LISTED
+        raise ValueError(f"{every - every // ranks} rows of other ranks: expected at most {most} on {sms} SMs")
 
 
 def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sms: int) -> Callable[..., None]:
@@ -225,17 +226,17 @@ def bind_pull(like: Tensor, every: int, chosen: int, here: int, at_rows: int, sm
     - ``at_rows``: the first byte of the rows in a region.
     - ``sms``: the SMs of the kernel, an even number.
 
-    Raises `ValueError`: there are more rows than these SMs take, see `can_list`.
+    The function raises `ValueError` if there are more rows than these SMs take, see `can_list`.
     """
     from fusedmoe.kernels.exchange.pull import Pull  # deferred: imports the CuTe DSL
 
-    _require_listable(every, sms)
     kernel = load(Pull(NAMES[_in_pairs(like.dtype)], arch=kernel_arch(like.device)))
     no_words = unread(like.device, torch.int32, 1)
 
     def run(region: Region, rows_AH: Tensor, ids_AK: Tensor, words: Tensor | None = None, block: int = 0) -> None:
         peers, control, rank, patience = region
         ranks, pitch = peers.shape[0], 0 if words is None else words.shape[1]
+        _require_listable(every, ranks, sms)
         steps, word = (-(-here // block), pitch - 1) if block else (ranks - 1, 2 * pitch - 1)
         kernel(
             _pairs(rows_AH), ids_AK.view(-1), no_words if words is None else words.view(-1), peers, control, rank,
@@ -343,7 +344,8 @@ def bind_push_sums(
     - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave, or those of `bind_expert_blocks`.
     - ``experts``: the experts of this rank if the blocks are those of experts, else 0.
 
-    Raises `ValueError`: with ``experts``, there are more tokens than these SMs take, see `can_list`.
+    Raises `ValueError`: with ``experts``, there are values, or no tiles; the function also if there are more tokens
+    than these SMs take, see `can_list`.
     """
     from fusedmoe.kernels.exchange.push_sums import PushSums  # deferred: imports the CuTe DSL
 
@@ -351,8 +353,8 @@ def bind_push_sums(
     values = None if values_R is None else NAMES[values_R.dtype]
     each = experts_of_block(experts)
     lines = -(-experts // each) if experts else 0
-    if experts:
-        _require_listable(every, sms)
+    if experts and (tiles is None or values_R is not None):
+        raise ValueError("sums that leave by experts: expected tiles of a product, and no values")
     kernel = load(PushSums(NAMES[rows_RH.dtype], counts, values, bool(experts), arch=kernel_arch(device)))
     no_values, no_blocks = unread(device, torch.float32, 1), unread(device, torch.int32, 1)
     of_tiles = tiles or (0, 0)
@@ -362,6 +364,8 @@ def bind_push_sums(
         blocks: Tensor | None = None,
     ) -> None:  # fmt: skip
         peers, control, rank, patience = region
+        if experts:
+            _require_listable(every, peers.shape[0], sms)
         kernel(
             rows_RH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1),
             no_blocks if blocks is None else blocks, peers, control, rank, every // peers.shape[0], chosen,

@@ -10,4 +10,4 @@ BEGIN, TELL, END = range(3)  # phases of `Signal`
 COPY_WARPS = 8  # per CTA of a kernel that copies rows; `Pull` adds 1 for each to the word of a step
 LISTED = 4096  # tokens of other ranks that a warp lists, at most; see steps.py
 SCATTER_WARPS = 16  # per CTA of `Scatter`; each adds 1 to a word when the rows of a rank are written
-MOST_SLOTS = 8  # of a token, that `Total` sums
+MOST_SLOTS = 8  # of a token whose values return by kernels

@@ -1,12 +1,13 @@
 """`Pull`: the end of a gather. A few SMs copy the rows of other ranks that have an expert here, step after step.
 
 The steps have an order in which a product can follow them (sm90/gemm/scheduler.py): each has a word in this rank's
-memory. A warp that has stored its rows of a step arrives at a barrier of the CTA. One more warp waits for all of them,
-and adds their number to the word. A copying warp would wait at this release for all of its copies under way.
+memory. A warp that has stored its rows of a step arrives at a barrier of the CTA. One more warp waits for all copying
+warps, and adds their number to the word. A copying warp would wait at this release for all of its copies under way.
 
 - *By experts*: the experts of this rank are in blocks, of which the product takes one after the other. A token's step
-  is the block of its first expert here. So when a step is there, all rows of its block are: a token with an expert in a
-  later block came before. The first step is the largest, but has few rows if there are many blocks.
+  is the block of its first expert here. So when a step is there, all rows of its block are: a token that also has an
+  expert in an earlier block came with that block. The first step is the largest, but has few rows if there are many
+  blocks.
 - *By ranks*: the first step is for the tokens of the next rank, and so on.
 
 A warp sorts its tokens by steps first (steps.py).
@@ -74,16 +75,16 @@ class Pull(SortsTokens):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        staged, listed, stored = copies.allocate(out.element_type, IN_FLIGHT, LISTED, MOST_RANKS)
+        staged, listed, barriers = copies.allocate(out.element_type, IN_FLIGHT, LISTED, MOST_RANKS)
         ranks, exchange = cute.size(peers), current(control)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == COPY_WARPS:
-            cute.arch.mbarrier_init(stored + lane, COPY_WARPS)
+            cute.arch.mbarrier_init(barriers + lane, COPY_WARPS)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if warp == COPY_WARPS:
             if pitch > 0:
-                self.tell(words, stored, steps, word, pitch)
+                self.tell_product(words, barriers, steps, word, pitch)
         else:
             ends = self.sort(listed, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
             if block > 0:
@@ -91,7 +92,8 @@ class Pull(SortsTokens):
                     wait_for(control, READY + lane, exchange, patience)
                 cute.arch.sync_warp()
             self.copy(
-                out, peers, control, listed, ends, staged, stored, rank, rows, block, steps, at_rows, exchange, patience
+                out, peers, control, listed, ends, staged, barriers, rank, rows, block, steps, at_rows, exchange,
+                patience,
             )  # fmt: skip
         if is_last(control, TICKET, ctas):
             complete(control, peers, rank, exchange)
@@ -175,7 +177,7 @@ class Pull(SortsTokens):
         return done
 
     @cute.jit
-    def tell(self, words, barriers, steps, word, pitch):
+    def tell_product(self, words, barriers, steps, word, pitch):
         """Add to the word of each step when all warps of the CTA have stored its rows."""
         for step in cutlass.range(steps, unroll=1):
             cute.arch.mbarrier_wait(barriers + step, 0)

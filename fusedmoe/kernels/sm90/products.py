@@ -84,8 +84,8 @@ def bind_grouped_gemm(
     with ``gather``, x is (T, K). Of a gradient dy and ``weight.mT``, the result is the gradient of the input.
 
     With ``ranges``, an iterable of `Part` takes the place of the offsets: one launch for each part, which has some
-    consecutive blocks of `bind_row_ranges`. The launch reads the rows of a block when no word up to that block's is
-    negative.
+    consecutive blocks of `bind_row_ranges` or `bind_expert_blocks`. The launch reads the rows of a block when no word
+    up to that block's is negative.
     """
     rows, columns = _rows(x, gather), values_of(weight).shape[1]
     launch = _ragged_m(
@@ -126,7 +126,7 @@ def bind_counted_gemm(
     A launch may begin beside the product, on the SMs that ``options`` leave free. It must not use the tile counter, nor
     let others begin before it ends, and it must end after the product: see `exchange.functions.bind_push_sums`.
 
-    - ``blocks``: all blocks of `bind_row_ranges`.
+    - ``blocks``: all blocks of `bind_row_ranges` or `bind_expert_blocks`.
     """
     rows, columns, same = _rows(x, None), values_of(weight).shape[1], isinstance(x, Tensor)
     launch, tile_m, tile_n = _ragged_m(

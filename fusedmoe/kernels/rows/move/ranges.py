@@ -1,8 +1,9 @@
 """The kernel that divides rows into blocks that a product takes one after the other.
 
 `RowRanges` by experts: block s has the rows of ``of_block`` experts, from ``s * of_block`` on. The last block has the
-rows of no expert too. If own rows come first, block 0 has the tiles whose rows are all of this rank's tokens, and each
-``of_block`` experts have two blocks: one with the tiles before these, and one with those after them.
+rows of no expert too. If own rows come first, block 0 has the tiles whose rows are all of this rank's tokens. Each
+``of_block`` experts have two more blocks: one with the tiles before those, which may end with own rows, and one with
+the tiles after them, which may begin with own rows. Without a whole own tile, the two meet where the own rows begin.
 
 `RowRanges` by the ranks of the tokens, for products that begin with some rows of each expert: P ranks have N tokens
 each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
@@ -92,7 +93,7 @@ class RowRanges(WarpKernel):
                 stop = start
             place, first, end = lane, start, start
             waits = Boolean(True)  # whether the block has a word to wait for
-            if of_block > 0:
+            if of_block > 0:  # there are ``ranks`` blocks, and own rows come first if ``divided`` is not 0
                 if expert == experts:
                     if lane == ranks - 1:
                         end = stop
