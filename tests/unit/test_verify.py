@@ -268,6 +268,20 @@ def test_a_kernel_that_raises(hopper, capsys, monkeypatch):
     assert "RuntimeError: CUDA error: an illegal instruction (sm90.grouped_wgrad)" in line
 
 
+def test_a_capture_that_fails(hopper, capsys, monkeypatch):
+    """Torch raises a second error when it ends the capture."""
+
+    def replayed(call):
+        try:
+            raise ValueError("a copy to the host")
+        finally:
+            raise RuntimeError("a previous error during capture")
+
+    monkeypatch.setattr(hopper, "replayed", replayed)
+    (line,) = failure(capsys, hopper, EXPERTS)
+    assert "ValueError: a copy to the host; then RuntimeError: a previous error during capture" in line
+
+
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [("replayed", "the replay of a CUDA graph differs"), ("on_two_streams", "calls on two streams differ")],

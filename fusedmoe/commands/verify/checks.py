@@ -211,5 +211,10 @@ def _without(patterns: tuple[str, ...]) -> AbstractContextManager[object]:
     return fm.disabled(*patterns) if patterns else contextlib.nullcontext()
 
 
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+def _said(error: BaseException) -> str:
+    """Return an error in a line. The first error of a chain comes first: a capture that has failed ends in a second
+    one, which does not say why.
+    """
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return said if before is None else f"{_said(before)}; then {said}"
