@@ -534,10 +534,11 @@ def test_replays_with_delays_and_poisoned_buffers(ranks, recipe):
     ranks.run(delayed_replays, recipe)
 
 
-@pytest.mark.parametrize("own_first", [False, True])
-def test_steps_by_experts_with_delays_and_poisoned_buffers(ranks, own_first):
-    ranks.run(delayed, "symmetric", "bf16", by_experts=True, own_first=own_first)
-    ranks.run(delayed_replays, "bf16", by_experts=True, own_first=own_first)
+@pytest.mark.parametrize(("recipe", "own_first"), [("bf16", False), ("bf16", True), ("fp8_block", False)])
+def test_steps_by_experts_with_delays_and_poisoned_buffers(ranks, recipe, own_first):
+    """Under `fp8_block`, only the second layer follows blocks of experts."""
+    ranks.run(delayed, "symmetric", recipe, by_experts=True, own_first=own_first)
+    ranks.run(delayed_replays, recipe, by_experts=True, own_first=own_first)
 
 
 def test_codes_with_delays_and_poisoned_buffers(ranks):
