@@ -64,6 +64,11 @@ def fake_matrix(dtype: str, rows: Any, columns: Any) -> Any:
     return cute.runtime.make_fake_tensor(ELEMENTS[dtype], (rows, columns), strides, assumed_align=16)
 
 
+def lowest_bit(mask: Int32) -> Int32:
+    """Return the number of the lowest bit of a mask that is set; 32 if none is."""
+    return cute.arch.popc((mask - 1) & ~mask)
+
+
 @cute.jit
 def inclusive_sum(value, lane):
     """Sum over this lane and all lower lanes."""

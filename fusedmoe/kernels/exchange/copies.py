@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from fusedmoe.kernels.device.gather import CHUNK_BYTES, vector
-from fusedmoe.kernels.device.warps import LANES, VECTOR
+from fusedmoe.kernels.device.warps import LANES, VECTOR, lowest_bit
 from fusedmoe.kernels.exchange.layout import COPY_WARPS
 
 CTAS = 2  # of a cluster, since products run in clusters of two: these cannot use a single free SM
@@ -74,7 +74,7 @@ def copy_rows(
     block, at_block = Int32(0), Int32(0)
     stage, at_stage = Int32(0), Int32(0)
     for step in cutlass.range(1 - STAGES, steps, unroll=1):
-        row = first + cute.arch.popc((left - 1) & ~left) * stride  # of the lowest bit
+        row = first + lowest_bit(left) * stride
         fetch(source, vectors, row, block, lane, left != 0, staged[None, None, stage])
         cute.arch.cp_async_commit_group()
         stage = cutlass.select_(stage == STAGES - 1, Int32(0), stage + 1)
@@ -84,7 +84,7 @@ def copy_rows(
             left = left & (left - 1)
         if step >= 0:
             cute.arch.cp_async_wait_group(STAGES - 1)
-            row = first + cute.arch.popc((stored - 1) & ~stored) * stride
+            row = first + lowest_bit(stored) * stride
             store(to, vectors, row, at_block, lane, staged[None, None, at_stage])
             at_stage = cutlass.select_(at_stage == STAGES - 1, Int32(0), at_stage + 1)
             at_block += 1

@@ -40,7 +40,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from fusedmoe.kernels.device.gather import CHUNK_BYTES
-from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, fake_matrix, fake_vector
+from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, fake_matrix, fake_vector, lowest_bit
 from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import current, is_last, wait_for_count, wait_for_ranks, word_of
 from fusedmoe.kernels.exchange.copies import STAGES, VECTORS
@@ -161,7 +161,7 @@ class PushSums(SortsTokens):
         ctas, _, _ = cute.arch.grid_dim()
         worker, workers = copies.worker()
         ranks, size = cute.size(peers), cute.size(blocks) // lines
-        mine = (count - worker + workers - 1) // workers  # no fewer than 0: there are fewer workers than -W
+        mine = (count - worker + workers - 1) // workers  # 0 for a warp whose number is not below N
         for step in cutlass.range(0 if const_expr(self.values is not None) else 1, ranks, unroll=1):
             to = (rank - step + ranks) % ranks
             if step > 0:
@@ -250,7 +250,7 @@ class PushSums(SortsTokens):
                 is_token = number + lane * workers < others
                 left = cute.arch.vote_ballot_sync(Boolean(is_token & (step[i] < 0)))
                 while left != 0:
-                    token = token_of(number + cute.arch.popc((left - 1) & ~left) * workers, rank, ranks, count)
+                    token = token_of(number + lowest_bit(left) * workers, rank, ranks, count)
                     place = place_of(token, rank, count, peers, at_parts, columns)
                     for block in cutlass.range(cute.ceil_div(vectors, LANES * VECTORS), unroll=1):
                         self.store(zeros, place, block * (LANES * VECTORS) + lane, vectors)
@@ -400,7 +400,7 @@ def place_of(token, rank, count, peers, at_parts, columns):
 @cute.jit
 def fetch(rows, vectors, step, lasts, stage):
     """Start the copies of a step; zeros in place of a missing row. Return the bits with that of this step."""
-    slot = cute.arch.popc((step.left - 1) & ~step.left)  # the lowest bit
+    slot = lowest_bit(step.left)
     row = cute.arch.shuffle_sync(step.row, slot & (LANES - 1))
     copies.fetch(rows.iterator.toint(), vectors, row, step.block, cute.arch.lane_idx(), step.left != 0, stage)
     cute.arch.cp_async_commit_group()

@@ -20,7 +20,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from fusedmoe.kernels.device.warps import LANES, MOST_READS, WarpKernel, fake_vector, trap
+from fusedmoe.kernels.device.warps import LANES, MOST_READS, WarpKernel, fake_vector, lowest_bit, trap
 from fusedmoe.kernels.exchange.layout import SCATTER_WARPS
 from fusedmoe.kernels.rows.quantize.blocks import fake_codes, fake_scale
 
@@ -120,10 +120,10 @@ class Scatter(WarpKernel):
         lane, left, vectors = cute.arch.lane_idx(), wanted, codes.shape[1] // UNIT
         for _ in cutlass.range(cute.ceil_div(cute.arch.popc(wanted), TOKENS), unroll=1):
             tokens, rows, slots = [], [], []
-            again = first + cute.arch.popc((left - 1) & ~left) * workers
+            again = first + lowest_bit(left) * workers
             for _ in cutlass.range_constexpr(TOKENS):
                 # after the last wanted token, the first of these again, without slots: it is in the cache
-                token = cutlass.select_(left != 0, first + cute.arch.popc((left - 1) & ~left) * workers, again)
+                token = cutlass.select_(left != 0, first + lowest_bit(left) * workers, again)
                 row = Int32(row_of_slot[token * chosen + cutlass.min(lane, chosen - 1)])
                 has_row = left != 0 and lane < chosen and row < to_codes.shape[0]
                 tokens.append(token)
@@ -139,7 +139,7 @@ class Scatter(WarpKernel):
                 for i in cutlass.range_constexpr(TOKENS):
                     of_token = slots[i]
                     for _ in cutlass.range(cute.arch.popc(slots[i]), unroll=1):
-                        row = cute.arch.shuffle_sync(rows[i], cute.arch.popc((of_token - 1) & ~of_token))
+                        row = cute.arch.shuffle_sync(rows[i], lowest_bit(of_token))
                         of_token = of_token & (of_token - 1)
                         if vector < vectors:
                             cute.autovec_copy(loaded[i], cute.local_tile(to_codes[row, None], (UNIT,), (vector,)))
@@ -149,7 +149,7 @@ class Scatter(WarpKernel):
                 for i in cutlass.range_constexpr(TOKENS):
                     of_token = slots[i]
                     for _ in cutlass.range(cute.arch.popc(slots[i]), unroll=1):
-                        row = cute.arch.shuffle_sync(rows[i], cute.arch.popc((of_token - 1) & ~of_token))
+                        row = cute.arch.shuffle_sync(rows[i], lowest_bit(of_token))
                         of_token = of_token & (of_token - 1)
                         if block < scale.shape[1]:
                             to_scale[row, block] = values[i]

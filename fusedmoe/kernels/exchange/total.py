@@ -26,7 +26,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from fusedmoe.kernels.device.predicated import WORDS, load_if
-from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.device.warps import ELEMENTS, LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, lowest_bit
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
 from fusedmoe.kernels.exchange.layout import READY
 
@@ -157,7 +157,7 @@ class Total(WarpKernel):
         """Load the next rows, in the order of slots, as words; return them and the slots that are left after them."""
         loaded = []
         for _ in range(AT_ONCE):
-            slot = cute.arch.popc((left - 1) & ~left)  # the index of the lowest bit that is set
+            slot = lowest_bit(left)
             address = first_row + Int64(cute.arch.shuffle_sync(row, slot & (LANES - 1))) * Int64(row_bytes)
             loaded.append(load_if(inside & (left != 0), address))
             left = left & (left - 1)

@@ -27,7 +27,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector
+from fusedmoe.kernels.device.warps import LANES, VECTOR, WarpKernel, fake_matrix, fake_vector, lowest_bit
 
 WARPS = 8  # per CTA
 VECTORS = 4  # that a lane loads at once, when rows are gathered or multiplied
@@ -125,7 +125,7 @@ class GatherRows(WarpKernel):
         zeros = cute.make_rmem_tensor((VECTOR,), rows.element_type)
         zeros.fill(0.0)
         while left != 0:
-            row = first + Int32(cute.arch.popc((left - 1) & ~left))  # the lowest bit
+            row = first + Int32(lowest_bit(left))
             left = left & (left - 1)
             for vector in cutlass.range(lane, rows.shape[1] // VECTOR, LANES, unroll=4):
                 cute.autovec_copy(zeros, cute.local_tile(rows[row, None], (VECTOR,), (vector,)))
