@@ -31,7 +31,6 @@ def test_every_candidate_is_right_and_measured(device):
     ours = {row.case: row for row in rows if row.name == OURS}
     kept = {row.name: row.kept_bytes for row in rows if row.case == FORWARD and row.ms is not None}
     assert kept[OURS] < kept["torch grouped_mm"], "less is kept than eager autograd keeps"
-    assert ours[STEP].ms > ours[FORWARD].ms
     assert ours[INFERENCE].peak_bytes < ours[FORWARD].peak_bytes
     tokens = SIZES.tokens * SIZES.hidden * 2
     assert ours[STEP].peak_bytes > tokens, "the gradient of the tokens at least"

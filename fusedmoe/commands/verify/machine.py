@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -41,6 +42,9 @@ class Gpu:
             for _ in range(self.WARM_UPS):
                 call()
         torch.cuda.current_stream(self.device).wait_stream(stream)
+        # Python may still hold autograd graphs of earlier calls, in cycles of references. Their nodes of the parameters
+        # would sum gradients on the stream of those calls, and `torch.cuda.graph` does not collect them.
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             results = call()
