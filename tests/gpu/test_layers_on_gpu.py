@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from kit.compare import pairwise
 from kit.hopper import DEVICE, capture, needs_gpu
+from kit.lifetimes import RECIPES, check_freed
 from kit.oracles import meaning
 from kit.poison import nan_in_new_tensors
 from kit.training import BF16, E, H, I, K, error, experts, inputs
@@ -60,6 +61,19 @@ def test_expert_mlp_against_fp64(splits, spare, dtype):
 
 
 # ---- memory
+
+
+@pytest.mark.parametrize(("recipe", "autocast", "disabled"), pairwise(RECIPES, (False, True), ("", "*")))
+def test_no_autograd_graph_outlives_its_step(recipe, autocast, disabled):
+    """A graph in which the nodes of parameters belong to the default stream would also break a capture after it."""
+    layer = fm.MoE(H, 2 * I, E, K, device=DEVICE, dtype=torch.float32 if autocast else BF16)
+    x = torch.randn(300, H, device=DEVICE, dtype=BF16).requires_grad_()
+
+    def forward():
+        with fm.recipe(recipe), fm.disabled(disabled), torch.autocast("cuda", BF16, enabled=autocast):
+            return layer(x)
+
+    check_freed(forward, [x, *layer.parameters()])
 
 
 def test_wrong_splits_stay_within_the_rows():

@@ -143,14 +143,14 @@ def bind_quantize_weight(
         powers = format.rule is ScaleRule.POWER_OF_TWO
         kernel = load(QuantizeWeight(NAMES[weight.dtype], format.element.name, along, across, powers))
 
-    def form(lines: int, length: int) -> Form:
+    def form(weight: Tensor, lines: int, length: int) -> Form:
         codes = weight.new_empty(experts, lines, length, dtype=torch.uint8)
         return codes, scale_like(weight, -(-lines // BLOCK), length, experts)
 
     def run(weight: Tensor) -> tuple[Form, ...]:
-        forms = [form(lines, length)] if along else []
+        forms = [form(weight, lines, length)] if along else []
         if across:
-            forms.append(form(length, lines))
+            forms.append(form(weight, length, lines))
         if kernel is not None:
             kernel(_stacked(weight, transposed), *forms[0], *forms[-1], epsilon)
         found = ((codes.view(code), scale) for codes, scale in (forms[::-1] if transposed else forms))

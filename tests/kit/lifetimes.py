@@ -1,0 +1,28 @@
+"""How long the autograd graph of a step lives."""
+
+import gc
+
+from torch.autograd.graph import get_gradient_edge
+
+RECIPES = "bf16", "fp8_block", "fp8_tensor", "mxfp8"
+
+
+def check_freed(forward, leaves, steps=2):
+    """Check that no graph of ``forward``, which returns a tensor, is there after a backward pass. As long as one is,
+    the leaves keep their nodes of it.
+    """
+
+    def marks():
+        return [get_gradient_edge(leaf).node.metadata for leaf in leaves]
+
+    def step():
+        y = forward()
+        for mark in marks():
+            mark["step"] = True
+        assert all("step" in mark for mark in marks())
+        y.sum().backward()
+
+    for _ in range(steps):
+        step()
+        gc.collect()
+        assert not any("step" in mark for mark in marks())
