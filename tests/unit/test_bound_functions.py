@@ -1,5 +1,5 @@
-"""A bound function serves many calls. It keeps no tensor of the first call, since the tensor would stay in memory, and its
-autograd graph with it.
+"""A bound function serves many calls. It keeps no tensor of the first call: the tensor would stay in memory, and its
+autograd graph too.
 """
 
 import ast
