@@ -18,7 +18,7 @@ COMPREHENSIONS = "<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>"
 
 
 def codes_in(code):
-    """Return the code objects in a code object, by name and line, each with the code object around it."""
+    """Yield the code objects in a code object, at any depth, each after its name and first line."""
     for inner in code.co_consts:
         if hasattr(inner, "co_freevars"):
             yield (inner.co_name, inner.co_firstlineno), inner
