@@ -371,7 +371,9 @@ def returned(o: Operands, options: KernelOptions, valued: bool = True, of_rows: 
 def returned_beside_product(
     o: Operands, options: KernelOptions, fp8: bool = False, by_experts: bool = False
 ) -> tuple[Values, Values]:
-    """The sums over ranks of sums over slots, which leave while the second product computes the rows."""
+    """The sums over ranks of sums over slots, which leave while the second product computes the rows. By experts, one
+    rank computes them in halves of the tokens.
+    """
     each, chosen = len(o.row_of_slot) // RANKS, o.row_of_slot.shape[1]
     slots = o.row_of_slot[: RANKS * each]
     given: list[Any] = [(x, o.down) for x in (o.inner, -o.inner.flip(0))]
@@ -383,17 +385,22 @@ def returned_beside_product(
     regions, (at_parts,) = _regions(o, [sums[0].nbytes])
     run, tiles = products.bind_counted_gemm(*given[0], None, replace(options, exchange_sms=FEW_SMS))
     experts = len(o.offsets) if by_experts else 0
-    push = exchange_functions.bind_push_sums(wanted[0], slots, None, at_parts, at_parts, FEW_SMS, tiles, experts)
+    halves = [each if by_experts and r else 0 for r in range(RANKS)]
+    pushes = [
+        exchange_functions.bind_push_sums(wanted[0], slots, None, at_parts, at_parts, FEW_SMS, tiles, experts, half)
+        for half in halves
+    ]
     over_ranks = exchange_functions.bind_total(wanted[0], each, chosen, None, each, at_parts, at_parts)
     got, want = {}, {}
     for r, region in enumerate(regions):
         if by_experts:
-            blocks = row_functions.bind_expert_blocks(o.offsets, o.token_of_row)(o.offsets, o.token_of_row, 0)
+            of_rows, own = (o.offsets, o.token_of_row), (r, each) if halves[r] else None
+            blocks = row_functions.bind_expert_blocks(*of_rows, True, own, halves[r])(*of_rows, 0)
         else:
             of_rank = row_functions.bind_row_ranges(o.offsets, o.token_of_row, r, RANKS, RANKS * each)
             blocks = of_rank(o.offsets, o.token_of_row, 0, True)
         got[f"rows {r}"] = run(*given[r], None, blocks)
-        push(region, got[f"rows {r}"], slots, None, blocks)
+        pushes[r](region, got[f"rows {r}"], slots, None, blocks)
         want[f"rows {r}"] = wanted[r]
     for r, region in enumerate(regions):
         own = slice(r * each, (r + 1) * each)

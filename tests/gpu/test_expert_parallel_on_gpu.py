@@ -50,9 +50,10 @@ def ranks(tmp_path_factory):
 def on_device(rank, quick=False, by_experts=False, own_first=False):
     """``quick``: whether the exchanges of a test, which are small, are taken as quick; else as if they were long.
     ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few; ``own_first``:
-    then own rows first, although there are few.
+    then own rows first, and sums leave in halves, although there are few rows.
     """
-    beside.LEAST_BLOCKS, beside.OWN_TILES = 2 if by_experts else 1000, 0 if own_first else 2
+    beside.LEAST_BLOCKS = 2 if by_experts else 1000
+    beside.OWN_TILES = beside.HALF_TILES = 0 if own_first else 1000
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
     beside.QUICK_US, beside.MEMORY_GB_S = (1e9, 3000) if quick else (0.0, 1e12)

@@ -223,8 +223,9 @@ COUNTED = [(dtype, config) for dtype in ("plain", "fp8_plain") for config in CAN
 
 @needs_gpu
 @pytest.mark.parametrize(("family", "config"), COUNTED, ids=lambda of: getattr(of, "name", of))
-@pytest.mark.parametrize(("chosen", "by_experts"), [(2, False), (8, False), (2, True), (8, True)])
-def test_sums_leave_beside_the_product_of_their_rows(chosen, by_experts, family, config, monkeypatch, no_sync):
+@pytest.mark.parametrize("chosen", [2, 8])
+@pytest.mark.parametrize("order", ["ranks", "experts", "halves"])
+def test_sums_leave_beside_the_product_of_their_rows(chosen, order, family, config, monkeypatch, no_sync):
     """To regions of the same GPU. The rows and the regions are NaN before. Also in replays of a CUDA graph. The first
     launches load the code of both kernels.
     """
@@ -247,10 +248,12 @@ def test_sums_leave_beside_the_product_of_their_rows(chosen, by_experts, family,
     peers = torch.tensor([m.data_ptr() for m in memory], device=DEVICE)
     region = exchange_functions.Region(peers, memory[RANK][:CONTROL_WORDS], RANK, 10**10)
     by_ranks = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, 6)
-    of_experts = row_functions.bind_expert_blocks(offsets, token_of_row)
+    half = tokens // RANKS if order == "halves" else 0
+    own = (RANK, tokens // RANKS) if half else None
+    of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, True, own, half)
     run, tiles = products.bind_counted_gemm(x, w, None, replace(DEFAULT, exchange_sms=20))
     push = exchange_functions.bind_push_sums(
-        rows, row_of_slot, None, at, at, 20, tiles, experts if by_experts else 0
+        rows, row_of_slot, None, at, at, 20, tiles, 0 if order == "ranks" else experts, half
     )  # fmt: skip
     parts = memory.view(torch.uint8)[:, at : at + want.nbytes].view(BF16).view(RANKS, RANKS, -1, columns)
 
@@ -258,7 +261,7 @@ def test_sums_leave_beside_the_product_of_their_rows(chosen, by_experts, family,
         parts.fill_(torch.nan)
         out = torch.full_like(rows, torch.nan)
         given = offsets, token_of_row, 0
-        blocks = of_experts(*given) if by_experts else by_ranks(*given, True)
+        blocks = by_ranks(*given, True) if order == "ranks" else of_experts(*given)
         run(x, w, None, blocks, out)
         push(region, out, row_of_slot, None, blocks)
         return out.clone(), parts[:, RANK].clone()  # a launch after both

@@ -29,7 +29,7 @@ def compare(
     whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block". ``weights``:
     the dtype of routing weights of the caller. ``autocast``: whether autocast casts the weights, which are fp32.
     ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few; ``own_first``:
-    then own rows first, although there are few.
+    then own rows first, and sums leave in halves, although there are few rows.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
@@ -40,7 +40,8 @@ def compare(
     arriving.experts_beside = leaving.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.MEMORY_GB_S = (6.0, 3000) if quick else (0.0, 1e12)  # a rank runs several tests
-    beside.LEAST_BLOCKS, beside.OWN_TILES = 2 if by_experts else 1000, 0 if own_first else 2
+    beside.LEAST_BLOCKS = 2 if by_experts else 1000
+    beside.OWN_TILES = beside.HALF_TILES = 0 if own_first else 1000
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
@@ -72,6 +73,8 @@ def compare(
     beside_product = symmetric is not None and not quick and any("gemm_of_leaving_rows" in rule for rule in used)
     assert bool((hopper.kernels_ran - before)["push sums beside their product"]) == beside_product
     assert bool((hopper.kernels_ran - before)["push sums by experts"]) == (beside_product and by_experts)
+    in_halves = beside_product and by_experts and own_first
+    assert bool((hopper.kernels_ran - before)["push sums in halves"]) == in_halves
     parts = {what["of_launch"] for name, what in calls if name == "ranges"}
     return used, sum(name in ("row_ranges", "expert_blocks") for name, _ in calls), parts
 

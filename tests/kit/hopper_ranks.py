@@ -270,7 +270,7 @@ def bind_push(sums, row_of_slot, values, at_parts, at_values, sms):
     return run
 
 
-def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=None, experts=0):
+def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=None, experts=0, half=0):
     from kit.row_ranges import tiles_of
     from kit.sm90_stand_ins import bind_sum_slots
 
@@ -280,9 +280,10 @@ def bind_push_sums(rows, row_of_slot, values, at_parts, at_values, sms, tiles=No
         ranks = len(region.peers)
         if tiles is not None:
             tile_m, column_tiles = tiles
-            lines = -(-experts // row_functions.experts_of_block(experts)) if experts else ranks
-            blocks = blocks.view(lines, -1)
+            lines = -(-experts // row_functions.experts_of_block(experts, halves=half > 0)) if experts else ranks
+            blocks = blocks.view(2 * lines if half else lines, -1)
             kernels_ran["push sums by experts"] += bool(experts)
+            kernels_ran["push sums in halves"] += bool(half)
             assert torch.equal(blocks[:, -2], 2 * column_tiles * tiles_of(blocks, tile_m).to(torch.int32))
         each, sums = len(row_of_slot) // ranks, rows.new_full((len(row_of_slot), rows.shape[1]), torch.nan)
         for rank in {*range(ranks)} - {region.rank}:

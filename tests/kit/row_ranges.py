@@ -47,27 +47,34 @@ def plain_ranges(
     return (blocks.flip(0) if leaving else blocks).flatten()
 
 
-def plain_blocks(offsets, token_of_row, arrivals, zero_tail=True, own=None, tile=128):
-    """The result of `bind_expert_blocks`, one tile at a time if own rows come first."""
-    experts = len(offsets)
-    each = row_functions.experts_of_block(experts, own is not None)
+def plain_blocks(offsets, token_of_row, arrivals, zero_tail=True, own=None, half=0, tile=128):
+    """The result of `bind_expert_blocks`, one tile at a time if own rows come first, or one half of the tokens."""
+    experts, own_first = len(offsets), own is not None and not half
+    each = row_functions.experts_of_block(experts, own_first, half > 0)
     steps = -(-experts // each)
-    blocks = torch.zeros(steps if own is None else 1 + 2 * steps, 2 * (experts + 1) + 2, dtype=torch.int32)
+    count = 1 + 2 * steps if own_first else 2 * steps if half else steps
+    blocks = torch.zeros(count, 2 * (experts + 1) + 2, dtype=torch.int32)
     blocks[:, -1] = -arrivals
     ends = [0, *offsets.tolist(), *([len(token_of_row)] if zero_tail else [])]
-    if own is not None:
+    if own_first:
         blocks[::2, -1] = 0
         is_own = token_of_row // own[1] == own[0]
+    if half:
+        is_early = (token_of_row < half) != (own[0] * own[1] < half)
     for e, (start, stop) in enumerate(pairwise(ends)):
         ranges = {e // each if e < experts else -1: [start, stop]}
         if own is not None and e < experts:
             place, ranges = 2 * (e // each) + 1, {}
             for row in range(start, stop, tile):
                 end = min(row + tile, stop)
-                of_own = bool(is_own[row:end].all())
-                if not of_own and 0 in ranges:
-                    place = 2 * (e // each) + 2
-                found = ranges.setdefault(0 if of_own else place, [row, row])
+                if half:
+                    to = e // each + (0 if bool(is_early[row:end].any()) else steps)
+                else:
+                    of_own = bool(is_own[row:end].all())
+                    if not of_own and 0 in ranges:
+                        place = 2 * (e // each) + 2
+                    to = 0 if of_own else place
+                found = ranges.setdefault(to, [row, row])
                 assert found[1] == row, "the tiles of a block follow each other"
                 found[1] = end
         for place, (first, end) in ranges.items():
@@ -75,29 +82,31 @@ def plain_blocks(offsets, token_of_row, arrivals, zero_tail=True, own=None, tile
     return blocks.flatten()
 
 
-def step_of_rows(blocks, offsets, rows, own):
+def step_of_rows(blocks, offsets, rows, own_first):
     """The step of each row, -1 for none, and the expert of its range. Every range begins with a whole tile."""
     starts = [0, *offsets.tolist()]
     found = torch.full((len(blocks), len(starts), rows), -1)
     for place, of_block in enumerate(blocks[:, :-2].unflatten(1, (2, -1))):
         for e, (first, end) in enumerate(of_block.T.tolist()):
             assert first >= end or (first - starts[e]) % 128 == 0
-            found[place, e, first:end] = place if own is None else (place + 1) // 2
+            found[place, e, first:end] = (place + 1) // 2 if own_first else place
     assert ((found >= 0).sum((0, 1)) <= 1).all(), "no row is in two ranges"
     return found.amax((0, 1)), (found >= 0).any(0)
 
 
-def check_blocks(offsets, token_of_row, zero_tail=True, own=None):
-    """Compare the kernel with `plain_blocks`. Return the rows of step 0."""
-    given = offsets.to(DEVICE), token_of_row.to(DEVICE)
-    got = row_functions.bind_expert_blocks(*given, zero_tail, own)(*given, 5).cpu()
-    want = plain_blocks(offsets, token_of_row, 5, zero_tail, own)
+def check_blocks(offsets, token_of_row, zero_tail=True, own=None, half=0):
+    """Compare the kernel with `plain_blocks`. Return the rows of each block."""
+    given, own_first = (offsets.to(DEVICE), token_of_row.to(DEVICE)), own is not None and not half
+    got = row_functions.bind_expert_blocks(*given, zero_tail, own, half)(*given, 5).cpu()
+    want = plain_blocks(offsets, token_of_row, 5, zero_tail, own, half)
     assert len(got) == len(want)
     got, want = (t.view(-1, 2 * (len(offsets) + 1) + 2) for t in (got, want))
     assert torch.equal(got[:, -2:], want[:, -2:])
-    got, want = (step_of_rows(t, offsets, len(token_of_row), own) for t in (got, want))
-    assert all(map(torch.equal, got, want))
-    return int((want[0] == 0).sum())
+    steps = [step_of_rows(t, offsets, len(token_of_row), own_first) for t in (got, want)]
+    assert all(map(torch.equal, *steps))
+    if half:  # `PushSums` reads where the rows of an expert end
+        assert torch.equal(got[:, len(offsets) + 1 : 2 * len(offsets) + 1].amax(0), offsets)
+    return want[:, :-2].unflatten(1, (2, -1)).diff(dim=1).sum((1, 2)).tolist()
 
 
 def check_ranges(offsets, token_of_row, *settings):

@@ -510,8 +510,8 @@ def bind_row_ranges(
 
 
 @binds("offsets", "token_of_row", "arrivals", says=())
-def bind_expert_blocks(offsets, token_of_row, zero_tail=True, own=None, *, arrivals=0):
-    return plain_blocks(offsets, token_of_row, arrivals, zero_tail, own, ROW_TILE)
+def bind_expert_blocks(offsets, token_of_row, zero_tail=True, own=None, half=0, *, arrivals=0):
+    return plain_blocks(offsets, token_of_row, arrivals, zero_tail, own, half, ROW_TILE)
 
 
 @binds("codes", "scale", "row_of_slot", "out", "arrived", "words", says=("arrived", "words"))

@@ -173,8 +173,19 @@ def test_blocks_of_experts(experts):
     for seed, zero_tail in enumerate((False, True)):
         check_blocks(*routed(90, 3, experts, seed), zero_tail)
     for seed, (ranks, each) in enumerate([(2, 500), (3, 400), (4, 130)]):
-        of_own = [check_blocks(*routed(ranks * each, 3, experts, seed), seed < 2, (r, each)) for r in range(ranks)]
+        of_own = [check_blocks(*routed(ranks * each, 3, experts, seed), seed < 2, (r, each))[0] for r in range(ranks)]
         assert any(of_own) or experts == 1  # which has few rows
+
+
+@pytest.mark.parametrize("experts", [1, 5, 16, 33, 70])
+def test_blocks_of_experts_in_halves(experts):
+    for seed, (ranks, each) in enumerate([(2, 500), (3, 400), (4, 130), (5, 9)]):
+        for rank in range(ranks):
+            given = routed(ranks * each, 3, experts, seed)
+            rows = check_blocks(*given, seed < 2, (rank, each), ranks // 2 * each)
+            assert sum(rows) == (len(given[1]) if seed < 2 else given[0][-1])
+            first = sum(rows[: len(rows) // 2])
+            assert experts == 1 or each < 128 or 0 < first < sum(rows), "rows in both halves"
 
 
 @pytest.mark.parametrize("gather", [False, slow(True)])

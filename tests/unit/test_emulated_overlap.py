@@ -37,7 +37,7 @@ def slow(*arguments):
 class LeavingSums:
     """A rank whose sums leave while a product computes their rows; the other ranks are memory."""
 
-    def __init__(self, gpu, kind, by_experts):
+    def __init__(self, gpu, kind, by_experts, halves):
         (self.at,), nbytes = functions.places([2 * RANKS * ROWS * COLUMNS])
         self.memory = torch.full((RANKS, nbytes // 4), -1, dtype=torch.int32)
         self.memory[:, :CONTROL_WORDS] = 0
@@ -57,7 +57,7 @@ class LeavingSums:
         x = operand_rows(splits, rows - sum(splits), DEPTH, kind).given
         self.given = x, weights(splits, COLUMNS, DEPTH, kind).given, None
         self.rows = torch.empty(rows, COLUMNS, dtype=BF16)
-        ranges = beside.Ranges(group, self.offsets, self.token_of_row, tokens, 2, False)
+        ranges = beside.Ranges(group, self.offsets, self.token_of_row, tokens, 2, False, halves=halves)
         self.returned = beside.ReturnsOfProduct(
             group, self.rows, self.row_of_slot, ROWS, ranges,
             lambda options: products.bind_counted_gemm(*self.given, options), DEFAULT, 2, EXPERTS * by_experts,
@@ -98,13 +98,13 @@ def few_ctas(monkeypatch):
     ("bf16", PP_192), ("bf16", CO_256), ("bf16", CO_256_ROWS), slow("bf16", PP_128),
     ("e4m3 blocks", FP8_CONFIGS[0]), slow("e4m3 blocks", FP8_CONFIGS[1]),
 ], ids=lambda of: getattr(of, "name", of))  # fmt: skip
-@pytest.mark.parametrize("by_experts", [False, True])
-def test_sums_leave_beside_the_product_of_their_rows(by_experts, kind, config, monkeypatch):
+@pytest.mark.parametrize(("by_experts", "halves"), [(False, False), (True, False), (True, True)])
+def test_sums_leave_beside_the_product_of_their_rows(by_experts, halves, kind, config, monkeypatch):
     """From the second call on: in the first one, the code of the kernel that sums is not on the GPU."""
     monkeypatch.setattr(products, "choose", lambda problem: config)
     monkeypatch.setattr(beside, "LEAST_BLOCKS", 2)
     with emulated() as gpu, nan_in_new_tensors():
-        case = LeavingSums(gpu, kind, by_experts)
+        case = LeavingSums(gpu, kind, by_experts, halves)
         rows, sums, total = case.wanted()
         gpu.beside = True
         for call in range(3):

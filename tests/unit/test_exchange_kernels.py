@@ -4,6 +4,7 @@ Launches of an emulated GPU run one after the other. So the words that a kernel 
 """
 
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl, which compiles the kernels")
 pytest.importorskip("tvm_ffi", reason="needs apache-tvm-ffi, as the kernels do")
 
-from emulator import instructions
+from emulator import asynchronous, instructions
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit.poison import nan_in_new_tensors
@@ -24,13 +25,13 @@ from fusedmoe.kernels.exchange.layout import (
     COPY_WARPS,
     DONE,
     END,
+    LISTED,
     NUMBER,
     READY,
     REPORT,
     SCATTER_WARPS,
     TELL,
 )
-from fusedmoe.kernels.rows.move import functions as row_functions
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
 
@@ -181,6 +182,65 @@ def test_rows_are_there_before_their_word(monkeypatch, ranks, rows, chosen, here
         pull(world.of[1], got, ids, words, block)
     assert seen[-1] == len(words)
     assert not words[:, -1].any()
+
+
+@pytest.mark.parametrize("block", [0, 1])
+def test_the_warps_of_a_cta_share_each_step(monkeypatch, block):
+    """A step waits for the slowest warp. Only some tokens have an expert here, more of them among the first ones."""
+    ranks, rows, here = 3, 200, 2
+    stored, store = Counter(), instructions.TABLE["st.global"]
+    ids = torch.randint(0, here, (ranks * rows, 1), dtype=torch.int32)
+    chance = torch.linspace(0.8, 0.1, ranks * rows)[:, None]
+    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) > chance] = -1
+    got, at = torch.zeros(ranks * rows, 256, dtype=BF16), CONTROL_WORDS * 4
+
+    def watched(code, opcode, operands):
+        run = store(code, opcode, operands)
+        if ".v4" not in opcode:
+            return run
+        address = asynchronous.address_of(code, operands[0], "rd")
+
+        def count(warp):
+            row = (int(address(warp)[0]) - got.data_ptr()) // (2 * got.shape[1])
+            stored[int(ids[row]) if block else row // rows, warp.cta.index[0], warp.index] += 1
+            run(warp)
+
+        return count
+
+    with emulated() as gpu:
+        world = Ranks(gpu, ranks, at + got.nbytes, 0)
+        world.arrived(1)
+        monkeypatch.setitem(instructions.TABLE, "st.global", watched)
+        functions.bind_pull(got, ranks * rows, 1, here, at, SMS)(world.of[1], got, ids, None, block)
+    assert sum(stored.values()) == (ids.view(ranks, rows)[[0, 2]] >= 0).sum()
+    for step in {step for step, *_ in stored}:
+        for cta in range(SMS):
+            of_warps = [stored[step, cta, warp] for warp in range(COPY_WARPS)]
+            assert min(of_warps) > 0
+            assert max(of_warps) - min(of_warps) <= 1
+
+
+def test_as_many_tokens_as_fit_a_list():
+    ranks, here, at = 2, 2, CONTROL_WORDS * 4
+    rows = SMS * LISTED
+    assert functions.can_list(ranks * rows, ranks, SMS)
+    assert not functions.can_list(ranks * (rows + 1), ranks, SMS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, here, (ranks * rows, 4), generator=generator, dtype=torch.int32)
+    ids[torch.rand(len(ids), generator=generator) > 0.02] = -1
+    ids[-1] = 0  # the last token of the list
+    x = torch.randn(rows, 8, generator=generator).to(BF16)
+    got = torch.full((ranks * rows, 8), torch.nan, dtype=BF16)
+    with emulated() as gpu:
+        world = Ranks(gpu, ranks, at + x.nbytes, 0)
+        world.arrived(1)
+        world.at(1, at, rows, 8)[:] = x
+        functions.bind_pull(got, ranks * rows, 4, here, at, SMS)(world.of[0], got, ids, None, 1)
+    wanted = (ids[rows:] >= 0).any(1)
+    assert 1000 < wanted.sum() < 2000
+    assert torch.equal(got[rows:][wanted], x[wanted])
+    assert got[rows:][~wanted].isnan().all()
+    assert got[:rows].isnan().all()
 
 
 def test_a_gather_of_ids_needs_few_sms(monkeypatch):
@@ -463,33 +523,40 @@ def test_rows_that_are_never_there(reports):
 
 
 def sorted_by_expert(tokens, chosen, experts, others, room=None):
-    """Random routing: the row of each slot, R if there is none, and the experts' offsets. Expert 1 has no rows."""
+    """Random routing: the row of each slot, R if there is none, the experts' offsets, and the tokens of the R rows.
+    Expert 1 has no rows.
+    """
     index = torch.randint(0, experts + others, (tokens, chosen))
     index[index == 1] = experts
     order = index.flatten().clamp(max=experts).sort(stable=True)
     offsets = torch.searchsorted(order.values, torch.arange(experts), right=True).to(torch.int32)
     room = int(offsets[-1]) if room is None else room
-    return order.indices.argsort().clamp(max=room).view(tokens, chosen), offsets.clamp(max=room), room
+    slots = order.indices.argsort().clamp(max=room).view(tokens, chosen)
+    return slots, offsets.clamp(max=room), (order.indices // chosen)[:room]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows", "chosen", "experts", "others", "columns", "room"),
-    [(2, 300, 8, 32, 96, 136, None), (3, 170, 4, 24, 40, 64, 400), (4, 70, 8, 33, 99, 64, None),
-     (2, 260, 1, 64, 0, WIDE, None), (32, 9, 32, 8, 300, 64, None)],
-    ids=["an expert per block", "rows without room", "last block of one", "wide", "many ranks"],
+    ("ranks", "rows", "chosen", "experts", "others", "columns", "room", "rank", "halves"),
+    [(2, 300, 8, 32, 96, 136, None, 1, False), (3, 170, 4, 24, 40, 64, 400, 1, False),
+     (4, 70, 8, 33, 99, 64, None, 1, False), (2, 260, 1, 64, 0, WIDE, None, 1, False),
+     (32, 9, 32, 8, 300, 64, None, 1, False), (2, 300, 8, 32, 96, 136, None, 1, True),
+     (4, 300, 8, 33, 99, 64, None, 1, True), (3, 400, 8, 8, 20, 64, 1700, 2, True),
+     (4, 300, 8, 32, 8, 64, None, 3, True), (5, 60, 8, 5, 15, 64, None, 2, True)],
+    ids=["an expert per block", "rows without room", "last block of one", "wide", "many ranks", "halves, two ranks",
+         "halves, low", "halves, high, rows without room", "halves, high", "halves, five ranks"],
 )  # fmt: skip
 def test_sums_leave_when_the_blocks_of_their_experts_are_there(
-    monkeypatch, ranks, rows, chosen, experts, others, columns, room
+    monkeypatch, ranks, rows, chosen, experts, others, columns, room, rank, halves
 ):  # fmt: skip
     """The rows of a block are NaN until its counter is complete; one block is complete after some reads of counters."""
     torch.manual_seed(ranks)
-    rank, tiles_n = 1, 3
-    slots, offsets, count = sorted_by_expert(ranks * rows, chosen, experts, others, room)
+    tiles_n, half = 3, ranks // 2 * rows if halves else 0
+    slots, offsets, token_of_row = sorted_by_expert(ranks * rows, chosen, experts, others, room)
+    count = len(token_of_row)
     want = torch.randn(count, columns).to(BF16)
-    each = row_functions.experts_of_block(experts)
-    blocks = plain_blocks(offsets, torch.zeros(count), 0).view(-1, 2 * (experts + 1) + 2)
+    blocks = plain_blocks(offsets, token_of_row, 0, own=(rank, rows) if halves else None, half=half)
+    blocks = blocks.view(-1, 2 * (experts + 1) + 2)
     complete = 2 * tiles_n * tiles_of(blocks, TILE).to(torch.int32)
-    stops = [int(offsets[min((i + 1) * each, experts) - 1]) for i in range(len(blocks))]
     given, left = torch.full_like(want, torch.nan), complete.nonzero().flatten().tolist()
     at, nbytes = functions.places([2 * ranks * rows * columns])
     state = {"reads": 0, "early": 0}
@@ -508,8 +575,8 @@ def test_sums_leave_when_the_blocks_of_their_experts_are_there(
                 if not left:
                     of_others = [world.at(q, at[0], ranks, rows, columns)[rank] for q in range(ranks) if q != rank]
                     state["early"] = sum(int((~p.isnan()).all(1).sum()) for p in of_others)
-                first = stops[block - 1] if block else 0
-                given[first : stops[block]] = want[first : stops[block]]
+                for first, end in blocks[block, :-2].view(2, -1).T.tolist():
+                    given[first:end] = want[first:end]
                 blocks[block, -2] = complete[block]
 
         return read
@@ -517,7 +584,7 @@ def test_sums_leave_when_the_blocks_of_their_experts_are_there(
     monkeypatch.setitem(instructions.TABLE, "ld.", watched)
     with emulated() as gpu, nan_in_new_tensors():
         world = Ranks(gpu, ranks, nbytes, 4)
-        push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, tiles_n), experts)
+        push = functions.bind_push_sums(given, slots, None, at[0], at[0], SMS, (TILE, tiles_n), experts, half)
         push(world.of[rank], given, slots, None, blocks.flatten())
     assert not left
     of_rank = slots.view(ranks, rows, chosen)
@@ -534,8 +601,9 @@ def test_sums_leave_when_the_blocks_of_their_experts_are_there(
 def test_rows_of_an_expert_that_are_never_there():
     """A rank that waits for its own product reports itself."""
     ranks, rows, experts = 3, 40, 4
-    slots, offsets, count = sorted_by_expert(ranks * rows, 2, experts, 4)
-    given, blocks = torch.ones(count, 64, dtype=BF16), plain_blocks(offsets, torch.zeros(count), 0)
+    slots, offsets, token_of_row = sorted_by_expert(ranks * rows, 2, experts, 4)
+    count = len(token_of_row)
+    given, blocks = torch.ones(count, 64, dtype=BF16), plain_blocks(offsets, token_of_row, 0)
     blocks, report = blocks.view(experts, -1), torch.zeros(2, dtype=torch.int32)
     blocks[:-1, -2] = 4 * tiles_of(blocks, TILE)[:-1]
     at, nbytes = functions.places([2 * ranks * rows * 64])

@@ -53,7 +53,8 @@ MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
 LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
-OWN_TILES = 2  # of an expert, at least, if own rows come first
+OWN_TILES = 4  # of an expert's own rows, at least, if they come first
+HALF_TILES = 4  # of an expert's rows in half of the tokens, at least, if sums leave in halves
 LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
 
 
@@ -122,32 +123,49 @@ def reads_weights(
 
 
 def sms_of_leaving(
-    expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, product_us: float, experts: int = 0
+    expert_parallel: ExpertParallel,
+    tokens: int,
+    row_bytes: int,
+    chosen: int,
+    product_us: float,
+    experts: int = 0,
+    halves: bool = False,
 ) -> int:
     """Return the SMs on which sums leave beside the product of their rows: those with which both end first.
 
     The product takes one block after the other. When a block is done, its sums can leave, after those of the blocks
     before. By ranks, each block has as many. By experts, a token is in the block of the last of its experts here, so
-    later blocks have more.
+    later blocks have more. In halves, the half with this rank's own tokens comes last, and fewer of it leave.
 
     - ``tokens``, ``row_bytes``, ``chosen``: as of `experts_beside`.
     - ``product_us``: the time of the product on all SMs.
     - ``experts``: those of this rank if sums leave by experts, else 0.
+    - ``halves``: see `in_halves`.
     """
     ranks = expert_parallel.ranks
     leaving = tokens * (ranks - 1) // ranks * row_bytes
     moved = leaving * (1 + chosen / ranks)  # the rows of sums are read
     blocks, more, of_token = ranks - 1, 1, 1.0  # the rows of this rank's own tokens are the last block
+    parts = [(1.0, 1.0)]  # of the product and of the sums, one after the other
     if experts:
-        blocks, more = -(-experts // row_functions.experts_of_block(experts)), 0
+        blocks, more = -(-experts // row_functions.experts_of_block(experts, halves=halves)), 0
         of_token = max(of_token, chosen / ranks)  # experts here
+    if halves:
+        low = ranks // 2
+        others = ranks - low if expert_parallel.rank < low else low  # the ranks of the first half
+        first = others / ranks, others / (ranks - 1)
+        parts = [first, (1 - first[0], 1 - first[1])]
 
     def us(sms: int) -> float:
         product = product_us * SMS / (SMS - sms)
         sums = max(leaving / LEAVING_GB_S, moved / (sms * SM_GB_S)) / 1e3
-        done = product / (blocks + more)
-        ends = [done * (i + 1) + sums * (1 - float((i / blocks) ** of_token)) for i in range(blocks)]
-        return max(product, *ends)
+        end, begin, left = product, 0.0, 1.0
+        for of_product, of_sums in parts:
+            for i in range(blocks):
+                done = begin + product * of_product * (i + 1) / (blocks + more)
+                end = max(end, done + sums * (left - of_sums * float((i / blocks) ** of_token)))
+            begin, left = begin + product * of_product, left - of_sums
+        return end
 
     return min(range(LEAST_SMS, MOST_SMS + 1, 4), key=us)
 
@@ -158,13 +176,24 @@ def us_of_step(expert_parallel: ExpertParallel, tokens: int, chosen: int, row_fl
 
 
 def own_rows_first(expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int) -> bool:
-    """Whether a product that follows arriving rows by experts computes this rank's rows first: each expert has whole
+    """Whether a product that follows arriving rows by experts computes this rank's rows first: each expert has several
     tiles of them. Weights are then read twice. Without own rows, the product would follow the exchange from the start,
     which first brings the most rows: a token comes with its first expert.
 
     - ``tokens``, ``chosen``, ``experts``: as of `experts_beside`.
     """
     return tokens * chosen / (expert_parallel.ranks**2 * experts) >= OWN_TILES * TILE
+
+
+def in_halves(expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int) -> bool:
+    """Whether a product whose sums leave by experts computes the half of the tokens without this rank's own first: a
+    token has several experts here, and each expert several tiles of a half, on average. Weights are then read twice.
+    Without halves, most sums of tokens with several experts here are complete with the last blocks.
+
+    - ``tokens``, ``chosen``, ``experts``: as of `experts_beside`.
+    """
+    ranks = expert_parallel.ranks
+    return chosen > ranks and tokens * chosen / (ranks * experts) / 2 >= HALF_TILES * TILE
 
 
 def is_quick(expert_parallel: ExpertParallel, us: float) -> bool:
@@ -181,8 +210,9 @@ class Ranges:
     - ``tokens``: the tokens of all ranks.
     - ``experts``: the number of experts whose rows are divided.
     - ``zero_tail``: as of `KernelOptions`.
-    - ``own_first``: of kernels that follow each other by experts, whether this rank's rows come first; see
+    - ``own_first``: of a product that follows arriving rows by experts, whether this rank's rows come first; see
       `own_rows_first`.
+    - ``halves``: of a product whose sums leave by experts, whether it computes the tokens in halves; see `in_halves`.
 
     The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """
@@ -196,17 +226,20 @@ class Ranges:
         experts: int,
         zero_tail: bool,
         own_first: bool = False,
+        halves: bool = False,
     ) -> None:
-        self._ranks = expert_parallel.ranks
+        assert not (own_first and halves), "rows arrive with own rows first, and sums leave in halves"
+        self._ranks, each = expert_parallel.ranks, tokens // expert_parallel.ranks
         self._run = row_functions.bind_row_ranges(
             offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
         )
         experts_here = offsets.shape[0]
         self.by_experts = experts_here >= LEAST_BLOCKS  # whether kernels beside a product follow blocks of experts
+        self.half = self._ranks // 2 * each if halves and self.by_experts else 0
         if self.by_experts:
             self._own_first, self._block = own_first, row_functions.experts_of_block(experts_here, own_first)
-            own = (expert_parallel.rank, tokens // self._ranks) if own_first else None
-            self._blocks_of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail, own)
+            own = (expert_parallel.rank, each) if own_first or self.half else None
+            self._blocks_of_experts = row_functions.bind_expert_blocks(offsets, token_of_row, zero_tail, own, self.half)
 
     def arriving(self, offsets: Tensor, token_of_row: Tensor, pending: Pending, number: int) -> Iterator[Part]:
         """Yield this rank's rows, then, when the result of this number has arrived, those of the others. If a kernel
@@ -399,8 +432,8 @@ class ReturnsByKernels(Returns):
     """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``.
 
     - ``sms``: those of `PushSums`.
-    - ``tiles``, ``experts``: of the product that computes the rows, as for `bind_push_sums`; None and 0 if the rows are
-      there.
+    - ``tiles``, ``experts``, ``half``: of the product that computes the rows, as for `bind_push_sums`; None and zeros
+      if the rows are there.
     """
 
     def __init__(
@@ -414,6 +447,7 @@ class ReturnsByKernels(Returns):
         sms: int,
         tiles: tuple[int, int] | None = None,
         experts: int = 0,
+        half: int = 0,
     ) -> None:
         assert scale is None
         super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
@@ -423,7 +457,7 @@ class ReturnsByKernels(Returns):
         at_parts, at_values = places[0], places[-1]
         self.device = rows.device
         self.push = exchange_functions.bind_push_sums(
-            rows, row_of_slot, values, at_parts, at_values, sms, tiles, experts
+            rows, row_of_slot, values, at_parts, at_values, sms, tiles, experts, half
         )  # fmt: skip
         of_values = None if values is None else values.dtype
         self.total = exchange_functions.bind_total(rows, tokens, chosen, of_values, each, at_parts, at_values)
@@ -477,7 +511,10 @@ class ReturnsOfProduct:
     ) -> None:
         self._ranges, self._by_experts = ranges, bool(experts)
         self._product, tiles = counted(replace(options, exchange_sms=sms))
-        self._returns = ReturnsByKernels(expert_parallel, rows, row_of_slot, None, None, tokens, sms, tiles, experts)
+        half = ranges.half if experts else 0
+        self._returns = ReturnsByKernels(
+            expert_parallel, rows, row_of_slot, None, None, tokens, sms, tiles, experts, half
+        )  # fmt: skip
 
     def run(
         self, given: Sequence[Any], rows: Tensor, row_of_slot: Tensor, offsets: Tensor, token_of_row: Tensor

@@ -24,6 +24,7 @@ from fusedmoe.builtin_rules.exchange.beside import (
     beside_exchange,
     bind_returns,
     experts_beside,
+    in_halves,
     is_quick,
     nbytes,
     reads_weights,
@@ -126,7 +127,8 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         (tokens, chosen), (experts, features, _), dtype = row_of_slot.shape, weight.shape, ctx.dtype("fc.output")
         row_bytes, row_flops = features * dtype.itemsize, 2 * weight[0].numel()
         divided = experts_beside(expert_parallel, tokens, row_bytes, chosen, experts, row_flops, self.tflops)
-        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail)
+        halves = in_halves(expert_parallel, tokens, chosen, experts)
+        ranges = Ranges(expert_parallel, offsets, token_of_row, tokens, divided, options.zero_tail, halves=halves)
         step_us = us_of_step(expert_parallel, tokens, chosen, row_flops, self.tflops)
         by_kernels, product_us = expert_parallel.engine.by_kernels, expert_parallel.ranks * step_us
         followed = 0  # the experts whose blocks the sums follow
@@ -141,7 +143,9 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         count, operands = token_of_row.shape[0], self.operands
         like = weight.new_empty(count, features, dtype=dtype)
         if by_kernels and not at_once and count:  # without rows, there is no product to follow
-            sms = sms_of_leaving(expert_parallel, tokens, row_bytes, chosen, product_us, followed)
+            sms = sms_of_leaving(
+                expert_parallel, tokens, row_bytes, chosen, product_us, followed, ranges.half > 0 and followed > 0
+            )  # fmt: skip
             sums = ReturnsOfProduct(
                 expert_parallel, like, row_of_slot, expert_index.shape[0], ranges, counted, options, sms, followed
             )  # fmt: skip

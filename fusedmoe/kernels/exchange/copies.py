@@ -46,18 +46,25 @@ class Shared(NamedTuple):
     """Shared memory."""
 
     staged: cute.Tensor  # the stages of a lane: (vector, block, stage)
-    listed: cute.Tensor | None  # a warp's list of numbers of 16 bits
+    list: cute.Tensor | None  # of the CTA: numbers of 16 bits
+    listed: cute.Tensor | None  # those that a warp takes, every `COPY_WARPS`-th
+    counts: cute.Tensor | None  # of numbers with a step: (step, warp)
     barriers: cute.Pointer | None  # of the CTA
 
 
 def allocate(element: Any, stages: int = STAGES, listed: int = 0, barriers: int = 0) -> Shared:
-    """Allocate so many stages, numbers and barriers."""
+    """Allocate the stages of each warp, a list of so many numbers (steps.py), and barriers."""
     smem, lane = SmemAllocator(), cute.arch.lane_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     layout = cute.make_layout((VECTOR, LANES, VECTORS, stages, COPY_WARPS))
     staged = smem.allocate_tensor(element, layout, 16)[None, lane, None, None, warp]
-    numbers = smem.allocate_tensor(Int16, cute.make_layout((listed, COPY_WARPS)), 16)[None, warp] if listed else None
-    return Shared(staged, numbers, smem.allocate_array(Int64, barriers) if barriers else None)
+    numbers, of_warp, counts = None, None, None
+    if listed:
+        numbers = smem.allocate_tensor(Int16, cute.make_layout(listed), 16)
+        by_warps = cute.make_layout((COPY_WARPS, listed // COPY_WARPS))
+        of_warp = cute.make_tensor(numbers.iterator, by_warps)[warp, None]
+        counts = smem.allocate_tensor(Int32, cute.make_layout((LANES, COPY_WARPS)), 16)
+    return Shared(staged, numbers, of_warp, counts, smem.allocate_array(Int64, barriers) if barriers else None)
 
 
 @cute.jit

@@ -24,7 +24,7 @@ from fusedmoe.base.lasting import unread
 from fusedmoe.base.target import ARCHITECTURES, arch_of, kernel_arch
 from fusedmoe.kernels.build import toolkit
 from fusedmoe.kernels.build.compiler import load
-from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, COPY_WARPS, LISTED, MOST_RANKS, SCATTER_WARPS
+from fusedmoe.kernels.exchange.layout import CONTROL_BYTES, LISTED, MOST_RANKS, SCATTER_WARPS
 from fusedmoe.kernels.rows.move.functions import NAMES, experts_of_block
 from fusedmoe.kernels.rows.quantize.block_functions import Form, scale_like
 
@@ -201,14 +201,14 @@ def bind_send(
 
 
 def can_list(every: int, ranks: int, sms: int) -> bool:
-    """Whether kernels on so many SMs can list the tokens of other ranks, of P*N: each warp lists its own."""
-    return (ranks - 1) * (every // ranks) <= sms * COPY_WARPS * LISTED
+    """Whether kernels on so many SMs can list the tokens of other ranks, of P*N: each CTA lists its own."""
+    return (ranks - 1) * (every // ranks) <= sms * LISTED
 
 
 def _require_listable(every: int, ranks: int, sms: int) -> None:
     """Raise `ValueError` if `can_list` is false."""
     if not can_list(every, ranks, sms):
-        most = sms * COPY_WARPS * LISTED
+        most = sms * LISTED
         raise ValueError(f"{every - every // ranks} rows of other ranks: expected at most {most} on {sms} SMs")
 
 
@@ -325,7 +325,7 @@ def bind_push(
 
 def bind_push_sums(
     rows_RH: Tensor, row_of_slot_AK: Tensor, values_R: Tensor | None, at_parts: int, at_values: int, sms: int,
-    tiles: tuple[int, int] | None = None, experts: int = 0,
+    tiles: tuple[int, int] | None = None, experts: int = 0, half: int = 0,
 ) -> Callable[..., None]:  # fmt: skip
     """Begin a return: of ``(region, rows, row_of_slot, values=None, blocks=None)``, sum the rows over the slots of the
     tokens of other ranks, and store the sums in their memory. It is `bind_push` of the sums.
@@ -343,6 +343,7 @@ def bind_push_sums(
     - ``tiles``: the rows of a tile of the product, and its column tiles.
     - ``blocks``: P blocks of `bind_row_ranges`, in the order in which rows leave, or those of `bind_expert_blocks`.
     - ``experts``: the experts of this rank if the blocks are those of experts, else 0.
+    - ``half``: that of `bind_expert_blocks`.
 
     Raises `ValueError`: with ``experts``, there are values, or no tiles; the function also if there are more tokens
     than these SMs take, see `can_list`.
@@ -351,8 +352,8 @@ def bind_push_sums(
 
     (every, chosen), device, counts = row_of_slot_AK.shape, rows_RH.device, tiles is not None
     values = None if values_R is None else NAMES[values_R.dtype]
-    each = experts_of_block(experts)
-    lines = -(-experts // each) if experts else 0
+    each = experts_of_block(experts, halves=half > 0)
+    lines = -(-experts // each) * (2 if half else 1) if experts else 0
     if experts and (tiles is None or values_R is not None):
         raise ValueError("sums that leave by experts: expected tiles of a product, and no values")
     kernel = load(PushSums(NAMES[rows_RH.dtype], counts, values, bool(experts), arch=kernel_arch(device)))
@@ -369,7 +370,7 @@ def bind_push_sums(
         kernel(
             rows_RH, no_values if values_R is None else values_R, row_of_slot_AK.view(-1),
             no_blocks if blocks is None else blocks, peers, control, rank, every // peers.shape[0], chosen,
-            lines or peers.shape[0], each, *of_tiles, at_parts, at_values, patience, sms,
+            lines or peers.shape[0], each, half, *of_tiles, at_parts, at_values, patience, sms,
         )  # fmt: skip
 
     return run

@@ -10,7 +10,7 @@ warps, and adds their number to the word. A copying warp would wait at this rele
   blocks.
 - *By ranks*: the first step is for the tokens of the next rank, and so on.
 
-A warp sorts its tokens by steps first (steps.py).
+The warps of a CTA sort its tokens by steps first (steps.py).
 
 Axes: P ranks, N rows per rank, K chosen experts per row, E experts of this rank, H columns.
 """
@@ -24,14 +24,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
+from fusedmoe.kernels.device.gather import CHUNK_BYTES
 from fusedmoe.kernels.device.warps import LANES, VECTOR, fake_matrix, fake_vector
 from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import complete, current, is_last, wait_for
 from fusedmoe.kernels.exchange.copies import VECTORS
 from fusedmoe.kernels.exchange.layout import COPY_WARPS, LISTED, MOST_RANKS, READY
-from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, token_of
+from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, listed_token, token_of
 
 TICKET = 1
+WIDE = CHUNK_BYTES // 4  # ids that a lane reads at once
 WARPS = COPY_WARPS + 1
 
 
@@ -75,7 +77,8 @@ class Pull(SortsTokens):
         cute.arch.griddepcontrol_launch_dependents()
         ctas, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
-        staged, listed, barriers = copies.allocate(out.element_type, IN_FLIGHT, LISTED, MOST_RANKS)
+        shared = copies.allocate(out.element_type, IN_FLIGHT, LISTED, MOST_RANKS)
+        barriers = shared.barriers
         ranks, exchange = cute.size(peers), current(control)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == COPY_WARPS:
@@ -86,14 +89,13 @@ class Pull(SortsTokens):
             if pitch > 0:
                 self.tell_product(words, barriers, steps, word, pitch)
         else:
-            ends = self.sort(listed, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
+            ends = self.sort(shared, (ranks - 1) * rows, (index, rank, ranks, rows, chosen, here, block))
             if block > 0:
                 if lane < ranks and lane != rank:
                     wait_for(control, READY + lane, exchange, patience)
                 cute.arch.sync_warp()
             self.copy(
-                out, peers, control, listed, ends, staged, barriers, rank, rows, block, steps, at_rows, exchange,
-                patience,
+                out, peers, control, shared, ends, rank, rows, block, steps, at_rows, exchange, patience
             )  # fmt: skip
         if is_last(control, TICKET, ctas):
             complete(control, peers, rank, exchange)
@@ -109,10 +111,20 @@ class Pull(SortsTokens):
             after[i] = token // rows
             row[i] = token_of(token, rank, ranks, rows)
             step[i] = here  # the first expert
-        for k in cutlass.range(chosen, unroll=4):
-            for i in cutlass.range_constexpr(AT_ONCE):
-                expert = index[row[i] * chosen + k]
-                step[i] = cutlass.min(step[i], cutlass.select_(expert >= 0, expert, here))
+        if (chosen % WIDE == 0) & (index.iterator.toint() % CHUNK_BYTES == 0):
+            ids = cute.make_rmem_tensor((WIDE,), Int32)
+            for k in cutlass.range(0, chosen, WIDE, unroll=2):
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    address = (index.iterator + (row[i] * chosen + k)).toint()
+                    pointer = cute.make_ptr(Int32, address, cute.AddressSpace.gmem, assumed_align=CHUNK_BYTES)
+                    cute.autovec_copy(cute.make_tensor(pointer, ids.layout), ids)
+                    for j in cutlass.range_constexpr(WIDE):
+                        step[i] = cutlass.min(step[i], cutlass.select_(ids[j] >= 0, ids[j], here))
+        else:
+            for k in cutlass.range(chosen, unroll=4):
+                for i in cutlass.range_constexpr(AT_ONCE):
+                    expert = index[row[i] * chosen + k]
+                    step[i] = cutlass.min(step[i], cutlass.select_(expert >= 0, expert, here))
         for i in cutlass.range_constexpr(AT_ONCE):
             is_token = first + (i * LANES + cute.arch.lane_idx()) * workers < others
             found = after[i]
@@ -121,11 +133,9 @@ class Pull(SortsTokens):
             step[i] = cutlass.select_(is_token & (step[i] < here), found, Int32(-1))
 
     @cute.jit
-    def copy(
-        self, out, peers, control, listed, ends, staged, barriers, rank, rows, block, steps, at_rows, exchange, patience
-    ):
-        """Copy the rows of the tokens that a warp has listed, and arrive at the barrier of each step."""
-        worker, workers = copies.worker()
+    def copy(self, out, peers, control, shared, ends, rank, rows, block, steps, at_rows, exchange, patience):
+        """Copy the rows of the listed tokens that a warp takes, and arrive at the barrier of each step."""
+        staged, listed, barriers = shared.staged, shared.listed, shared.barriers
         lane, vectors, ranks = cute.arch.lane_idx(), out.shape[1] // VECTOR, cute.size(peers)
         to = out.iterator.toint()
         parts, last = cute.ceil_div(vectors, LANES * VECTORS), cute.arch.shuffle_sync(ends, LANES - 1)
@@ -134,7 +144,7 @@ class Pull(SortsTokens):
         for step in cutlass.range(1 - IN_FLIGHT, last * parts, unroll=1):
             wanted, token = fetched < last, Int32(0)
             if wanted:
-                token = worker + Int32(listed[fetched]) * workers
+                token = listed_token(listed, fetched)
             after = token // rows
             source = (rank + 1 + after) % ranks
             if block == 0 and wanted and source != there:
@@ -152,8 +162,7 @@ class Pull(SortsTokens):
                 fetched += 1
             if step >= 0:
                 cute.arch.cp_async_wait_group(IN_FLIGHT - 1)
-                token = worker + Int32(listed[stored]) * workers
-                row = token_of(token, rank, ranks, rows)
+                row = token_of(listed_token(listed, stored), rank, ranks, rows)
                 copies.store(to, vectors, row, part_stored, lane, staged[None, None, stage_stored])
                 stage_stored = cutlass.select_(stage_stored == IN_FLIGHT - 1, Int32(0), stage_stored + 1)
                 part_stored += 1

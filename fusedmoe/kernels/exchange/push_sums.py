@@ -26,6 +26,9 @@ The order of the tokens:
 - ``by_experts``, which counts: the product takes one block of experts after the other. A token comes when the block of
   its last expert here is done (steps.py). So the product has its usual order, and after its last block only the tokens
   of that block are left. A token without rows waits for nothing: its zeros come first. All ranks learn at the end.
+- In halves, by experts too: most tokens with several experts here wait for the last blocks. So with many rows, the
+  product takes the blocks twice: first for the half of the tokens without this rank's own, then for the other half, of
+  which fewer tokens leave.
 
 Axes: P ranks, N rows per rank, K slots per token, R rows, H columns, E experts of this rank.
 """
@@ -45,7 +48,7 @@ from fusedmoe.kernels.exchange import copies
 from fusedmoe.kernels.exchange.control import current, is_last, wait_for_count, wait_for_ranks, word_of
 from fusedmoe.kernels.exchange.copies import STAGES, VECTORS
 from fusedmoe.kernels.exchange.layout import DONE, LISTED, READY
-from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, token_of
+from fusedmoe.kernels.exchange.steps import AT_ONCE, IN_FLIGHT, SortsTokens, listed_token, token_of
 from fusedmoe.kernels.rows.move.sum_on_few_sms import in_fp32
 
 TICKET = 2  # and those after it: one per rank
@@ -65,7 +68,7 @@ class Step(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """The tokens of other ranks that a warp has, in their order."""
+    """The tokens of other ranks that a warp takes, in their order."""
 
     count: Int32
     rank: Int32  # this one
@@ -74,7 +77,7 @@ class Tokens(NamedTuple):
     chosen: Int32  # K
     row_of_slot: cute.Tensor
     to: Int32  # by ranks: that of the tokens
-    listed: cute.Tensor | None  # by experts: their numbers, see steps.py
+    listed: cute.Tensor | None  # by experts: where they are, see steps.py
     ends: Int32 | None  # by experts, in lane s: the end of block s in the list
     counts: Int32 | None  # by experts, in lane s: what the counter of block s has when its rows are there
     counter: cute.Pointer | None  # by experts, in lane s: that of block s
@@ -109,46 +112,46 @@ class PushSums(SortsTokens):
         """Compile without a GPU; a function of rows (R, H), contiguous, values (R,), rows of slots (P*N*K,) int64, some
         blocks of 2 (E + 1) + 2 elements of int32 as one vector, in the order in which the product computes them,
         regions of the ranks (P,) int64, control (`CONTROL_WORDS`,) int32, this rank, N, K, the number of blocks and, by
-        experts, the experts of a block, rows of a tile of the product, its column tiles, first bytes of the parts and
-        of the values in a region, the time-out in nanoseconds, and CTAs, an even number. Blocks and tiles are not used
-        unless it counts.
+        experts, the experts of a block and, in halves, the first token of the second half, else 0, rows of a tile of
+        the product, its column tiles, first bytes of the parts and of the values in a region, the time-out in
+        nanoseconds, and CTAs, an even number. Blocks and tiles are not used unless it counts.
         """
         return self.compiled_for(
             fake_matrix(self.dtype, cute.sym_int(), cute.sym_int(divisibility=VECTOR)),
             fake_vector(self.values or "fp32", cute.sym_int()), fake_vector("int64", cute.sym_int()),
             fake_vector("int32", cute.sym_int()), fake_vector("int64", cute.sym_int()),
-            fake_vector("int32", cute.sym_int()), *[Int32(0)] * 7, *[Int64(0)] * 3, Int32(1),
+            fake_vector("int32", cute.sym_int()), *[Int32(0)] * 8, *[Int64(0)] * 3, Int32(1),
         )  # fmt: skip
 
     @cute.jit
     def __call__(
-        self, rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, tile_m, tiles_n,
-        at_parts, at_values, patience, ctas, stream,
+        self, rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, half, tile_m,
+        tiles_n, at_parts, at_values, patience, ctas, stream,
     ):  # fmt: skip
         self.kernel(
-            rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, tile_m, tiles_n,
-            at_parts, at_values, patience,
+            rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, half, tile_m,
+            tiles_n, at_parts, at_values, patience,
         ).launch(**copies.launch(ctas, stream), use_pdl=self.counts)  # fmt: skip
 
     @cute.kernel
     def kernel(
-        self, rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, tile_m, tiles_n,
-        at_parts, at_values, patience,
+        self, rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, half, tile_m,
+        tiles_n, at_parts, at_values, patience,
     ):  # fmt: skip
         if const_expr(not self.counts):
             cute.arch.griddepcontrol_launch_dependents()
-        staged, listed, _ = copies.allocate(rows.element_type, self.stages, LISTED if self.by_experts else 0)
+        shared = copies.allocate(rows.element_type, self.stages, LISTED if self.by_experts else 0)
         exchange = current(control)
         wait_for_ranks(control, DONE, exchange - 1, cute.size(peers), patience)
         if const_expr(self.by_experts):
             self.push_by_experts(
-                rows, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, tile_m, tiles_n, at_parts,
-                exchange, patience, staged, listed,
+                rows, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, half, tile_m, tiles_n,
+                at_parts, exchange, patience, shared,
             )  # fmt: skip
         else:
             self.push_by_ranks(
                 rows, values, row_of_slot, blocks, peers, control, rank, count, chosen, lines, tile_m, tiles_n,
-                at_parts, at_values, exchange, patience, staged,
+                at_parts, at_values, exchange, patience, shared.staged,
             )  # fmt: skip
         if const_expr(self.counts):
             cute.arch.griddepcontrol_wait()
@@ -183,61 +186,72 @@ class PushSums(SortsTokens):
 
     @cute.jit
     def push_by_experts(
-        self, rows, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, tile_m, tiles_n, at_parts,
-        exchange, patience, staged, listed,
+        self, rows, row_of_slot, blocks, peers, control, rank, count, chosen, lines, each, half, tile_m, tiles_n,
+        at_parts, exchange, patience, shared,
     ):  # fmt: skip
         ctas, _, _ = cute.arch.grid_dim()
         lane, ranks = cute.arch.lane_idx(), cute.size(peers)
-        # lane s: the first row after block s, what its counter has at the end, and the counter
         size = cute.size(blocks) // lines
         experts, line = size // 2 - 2, cutlass.min(lane, lines - 1) * size
+        steps = cutlass.select_(half > 0, lines // 2, lines)  # blocks of experts
+        # lane s: the first row after the experts of block s, what its counter has at the end, and the counter
         stop, counts = Int32(NEVER), Int32(0)
         if lane < lines:
-            stop = blocks[line + experts + cutlass.min((lane + 1) * each, experts)]
-            for expert in cutlass.range(lane * each, (lane + 1) * each, unroll=1):
+            step = lane % steps
+            after = experts + cutlass.min((step + 1) * each, experts)
+            if lane < steps:
+                stop = blocks[line + after]
+                if half > 0:  # one of the halves ends there
+                    stop = cutlass.max(stop, blocks[line + steps * size + after])
+            for expert in cutlass.range(step * each, (step + 1) * each, unroll=1):
                 if expert < experts:
                     counts += tiles_of(blocks, line, experts, expert, tile_m)
             if lane == lines - 1:
                 counts += tiles_of(blocks, line, experts, experts, tile_m)  # of rows of no expert
-        given = row_of_slot, cute.size(rows, mode=[0]), stop, rank, ranks, count, chosen
+        own_is_low = rank * count < half
+        given = row_of_slot, cute.size(rows, mode=[0]), stop, steps, half, own_is_low, rank, ranks, count, chosen
         others = (ranks - 1) * count
         self.store_zeros(others, given, peers, at_parts, cute.size(rows, mode=[1]))
-        ends = self.sort(listed, others, given)
+        ends = self.sort(shared, others, given)
         tokens = Tokens(
-            cute.arch.shuffle_sync(ends, LANES - 1), rank, ranks, count, chosen, row_of_slot, rank, listed, ends,
+            cute.arch.shuffle_sync(ends, LANES - 1), rank, ranks, count, chosen, row_of_slot, rank, shared.listed, ends,
             TILE_COUNT * counts * tiles_n, blocks.iterator + (line + size - 2),
         )  # fmt: skip
-        self.sum_tokens(rows, tokens, peers, control, at_parts, exchange, patience, staged)
+        self.sum_tokens(rows, tokens, peers, control, at_parts, exchange, patience, shared.staged)
         last = is_last(control, TICKET, ctas)
         if last and lane < ranks and lane != rank:
             cute.arch.store(word_of(peers[lane], READY + rank), exchange, sem="release", scope="sys")
 
     @cute.jit
     def find_steps(self, step, first, workers, others, given):
-        """As of `SortsTokens`: the step is the block of the last row, the first block that ends after it."""
-        row_of_slot, rows, stop, rank, ranks, count, chosen = given
-        slot = cute.make_rmem_tensor((AT_ONCE,), Int32)
+        """As of `SortsTokens`: the step is the block of the last row: of the experts that end first after it, in the
+        half of the token.
+        """
+        row_of_slot, rows, stop, steps, half, own_is_low, rank, ranks, count, chosen = given
+        token = cute.make_rmem_tensor((AT_ONCE,), Int32)
         for i in cutlass.range_constexpr(AT_ONCE):
             # past the last token, that token again: in a branch, the warp would wait for each load
             number = cutlass.min(first + (i * LANES + cute.arch.lane_idx()) * workers, others - 1)
-            slot[i] = token_of(number, rank, ranks, count) * chosen
+            token[i] = token_of(number, rank, ranks, count)
             step[i] = -1  # the last row
         for k in cutlass.range(chosen, unroll=4):
             for i in cutlass.range_constexpr(AT_ONCE):
-                row = Int32(row_of_slot[slot[i] + k])
+                row = Int32(row_of_slot[token[i] * chosen + k])
                 step[i] = cutlass.max(step[i], cutlass.select_(row < rows, row, Int32(-1)))
         for i in cutlass.range_constexpr(AT_ONCE):
             block = Int32(0)
-            for half in (16, 8, 4, 2, 1):
-                before = cute.arch.shuffle_sync(stop, block + half - 1) <= step[i]
-                block += cutlass.select_(before, Int32(half), Int32(0))
+            for bit in (16, 8, 4, 2, 1):
+                before = cute.arch.shuffle_sync(stop, block + bit - 1) <= step[i]
+                block += cutlass.select_(before, Int32(bit), Int32(0))
+            is_second = (half > 0) & ((token[i] < half) == own_is_low)
+            block += cutlass.select_(is_second, steps, Int32(0))
             is_token = first + (i * LANES + cute.arch.lane_idx()) * workers < others
             step[i] = cutlass.select_(is_token & (step[i] >= 0), block, Int32(-1))
 
     @cute.jit
     def store_zeros(self, others, given, peers, at_parts, columns):
         """Store the sums of a warp's tokens without rows."""
-        _, _, _, rank, ranks, count, _ = given
+        *_, rank, ranks, count, _ = given
         worker, workers = copies.worker()
         lane, vectors = cute.arch.lane_idx(), columns // VECTOR
         step = cute.make_rmem_tensor((AT_ONCE,), Int32)
@@ -329,18 +343,18 @@ class PushSums(SortsTokens):
         """A token of a warp, among those of all ranks."""
         worker, workers = copies.worker()
         if const_expr(self.by_experts):
-            number = Int32(tokens.listed[number])
-        number = worker + number * workers
-        if const_expr(self.by_experts):
-            return token_of(number, tokens.rank, tokens.ranks, tokens.rows)
-        return tokens.to * tokens.rows + number
+            return token_of(listed_token(tokens.listed, number), tokens.rank, tokens.ranks, tokens.rows)
+        return tokens.to * tokens.rows + worker + number * workers
 
     @cute.jit
     def row_of_lane(self, tokens, number):
         """Lane i's: the row of slot i, or -1."""
         row, lane = Int32(-1), cute.arch.lane_idx()
+        # before the branch, and then not of a number past the list: ptxas 13.0 computed the address in the list from a
+        # register that already had the next number, when the read was in the branch
+        token = self.token(tokens, cutlass.min(number, cutlass.max(tokens.count - 1, 0)))
         if number < tokens.count and lane < tokens.chosen:
-            row = Int32(tokens.row_of_slot[self.token(tokens, number) * tokens.chosen + lane])
+            row = Int32(tokens.row_of_slot[token * tokens.chosen + lane])
         return row
 
     @cute.jit

@@ -104,13 +104,17 @@ def bind_row_ranges(
     return run
 
 
-def experts_of_block(experts: int, own_first: bool = False) -> int:
+def experts_of_block(experts: int, own_first: bool = False, halves: bool = False) -> int:
     """Return how many experts each block of `bind_expert_blocks` has: as few as possible."""
-    return -(-experts // ((MOST_RANKS - 1) // 2 if own_first else MOST_RANKS))
+    return -(-experts // ((MOST_RANKS - 1) // 2 if own_first else MOST_RANKS // 2 if halves else MOST_RANKS))
 
 
 def bind_expert_blocks(
-    offsets_E: Tensor, token_of_row: Tensor, zero_tail: bool = True, own: tuple[int, int] | None = None
+    offsets_E: Tensor,
+    token_of_row: Tensor,
+    zero_tail: bool = True,
+    own: tuple[int, int] | None = None,
+    half: int = 0,
 ) -> Callable[[Tensor, Tensor, int], Tensor]:
     """Return a function of ``(offsets, token_of_row, arrivals)``: the experts' rows in blocks, as of `bind_row_ranges`,
     but by experts. Block s has the rows of ``n = experts_of_block(E)`` experts, from ``s * n`` on. The last one has
@@ -119,18 +123,26 @@ def bind_expert_blocks(
     - ``own``: the rank and N, for own rows that come first; None if they do not. Then block 0 has the row tiles whose
       rows are all of the rank's tokens, and its word is 0. Blocks 2 s + 1 and 2 s + 2 have the tiles before and after
       these, of ``experts_of_block(E, own_first=True)`` experts; the second word of the two is 0.
+    - ``half``: the first token of the second half of the tokens, for a product that computes one half after the other;
+      0 for one that does not. Then ``own`` is given, but its rows do not come first: the half without the rank's own
+      tokens does. Blocks 0 to S - 1 have the row tiles with a token of that half, of
+      ``n = experts_of_block(E, halves=True)`` experts each, and blocks S to 2 S - 1 the others.
+
+    Raises `ValueError`: halves without ``own``.
     """
+    if half and own is None:
+        raise ValueError("halves of the tokens: expected a rank and its number of tokens, got None")
     from fusedmoe.kernels.rows.move.ranges import RowRanges  # deferred: imports the CuTe DSL
 
-    experts, each = offsets_E.shape[0], experts_of_block(offsets_E.shape[0], own is not None)
+    own_first, experts = own is not None and not half, offsets_E.shape[0]
+    each = experts_of_block(experts, own_first, half > 0)
     steps, kernel = -(-experts // each), load(RowRanges())
-    blocks, (rank, of_rank) = (steps, (0, 0)) if own is None else (1 + 2 * steps, own)
+    blocks = 1 + 2 * steps if own_first else 2 * steps if half else steps
+    rank, of_rank = own or (0, 0)
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int) -> Tensor:
         found = offsets_E.new_empty(blocks * (2 * (experts + 1) + 2))
-        kernel(
-            offsets_E, token_of_row, found, rank, blocks, of_rank, own is not None, -arrivals, False, zero_tail, each
-        )  # fmt: skip
+        kernel(offsets_E, token_of_row, found, rank, blocks, of_rank, own_first, -arrivals, half, zero_tail, each)
         return found
 
     return run

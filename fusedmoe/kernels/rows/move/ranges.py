@@ -4,6 +4,8 @@
 rows of no expert too. If own rows come first, block 0 has the tiles whose rows are all of this rank's tokens. Each
 ``of_block`` experts have two more blocks: one with the tiles before those, which may end with own rows, and one with
 the tiles after them, which may begin with own rows. Without a whole own tile, the two meet where the own rows begin.
+In halves, the first half of the blocks has the tiles with a token of the half of the tokens that has no own ones, and
+the second half of the blocks has the others: so the rows of the other half are all there before the own half's.
 
 `RowRanges` by the ranks of the tokens, for products that begin with some rows of each expert: P ranks have N tokens
 each, rank q the tokens from q N to before (q + 1) N. The rows of an expert are in
@@ -63,8 +65,8 @@ class RowRanges(WarpKernel):
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
         elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
         blocks are in the order in which rows leave, ``zero_tail``, and 0. By experts: ``rank``, the number of blocks,
-        N, whether own rows come first, the word of each block (then that of the first of two blocks), 0, ``zero_tail``
-        and ``of_block``.
+        N, whether own rows come first, the word of each block (then that of the first of two blocks), in halves the
+        first token of the second half, else 0, ``zero_tail`` and ``of_block``.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
@@ -93,10 +95,16 @@ class RowRanges(WarpKernel):
                 stop = start
             place, first, end = lane, start, start
             waits = Boolean(True)  # whether the block has a word to wait for
-            if of_block > 0:  # there are ``ranks`` blocks, and own rows come first if ``divided`` is not 0
+            if of_block > 0:
+                # ``ranks`` blocks, in halves if ``leaving`` is not 0; own rows come first if ``divided`` is not 0
                 if expert == experts:
                     if lane == ranks - 1:
                         end = stop
+                elif leaving != 0:
+                    own_is_low = Boolean(rank * each < leaving)
+                    first, end = self.in_halves(
+                        tokens, start, stop, leaving, own_is_low, expert // of_block, ranks // 2, lane
+                    )  # fmt: skip
                 elif divided == 0:
                     if lane == expert // of_block:
                         end = stop
@@ -139,6 +147,24 @@ class RowRanges(WarpKernel):
             end = low
         elif lane == 2 * step + 2:
             first, end = high, count
+        return start + first, start + end
+
+    @cute.jit
+    def in_halves(self, tokens, start, stop, token, own_is_low, step, steps, lane):
+        """The first row and the end of an expert's tiles in a block, by experts and halves. The second half of the
+        tokens begins with ``token``; the half without own rows comes first, with a tile that has rows of both.
+        """
+        count = stop - start
+        bound = self.rows_before(tokens, start, stop, token) - start
+        border = cutlass.min(cute.ceil_div(bound, self.tile) * self.tile, count)
+        if own_is_low and bound < count:
+            border = bound // self.tile * self.tile
+        place = step + cutlass.select_(own_is_low, steps, Int32(0))  # of the first half of the tokens
+        first, end = Int32(0), Int32(0)
+        if lane == place:
+            end = border
+        elif lane == 2 * step + steps - place:
+            first, end = border, count
         return start + first, start + end
 
     @cute.jit
