@@ -53,7 +53,7 @@ def on_device(rank, quick=False, by_experts=False, own_first=False):
     then own rows first, and sums leave in halves, although there are few rows.
     """
     beside.LEAST_BLOCKS = 2 if by_experts else 1000
-    beside.OWN_TILES = beside.HALF_TILES = 0 if own_first else 1000
+    beside.OWN_TILES = beside.HALF_TILES = beside.HALF_EXPERTS = 0 if own_first else 1000
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
     beside.QUICK_US, beside.MEMORY_GB_S = (1e9, 3000) if quick else (0.0, 1e12)

@@ -41,7 +41,7 @@ def compare(
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.MEMORY_GB_S = (6.0, 3000) if quick else (0.0, 1e12)  # a rank runs several tests
     beside.LEAST_BLOCKS = 2 if by_experts else 1000
-    beside.OWN_TILES = beside.HALF_TILES = 0 if own_first else 1000
+    beside.OWN_TILES = beside.HALF_TILES = beside.HALF_EXPERTS = 0 if own_first else 1000
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
     with contextlib.ExitStack() as stack:
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))

@@ -54,7 +54,8 @@ LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
 OWN_TILES = 4  # of an expert's own rows, at least, if they come first
-HALF_TILES = 4  # of an expert's rows in half of the tokens, at least, if sums leave in halves
+# sums leave in halves if, on average, a token has more experts here, and an expert as many tiles of half of the tokens
+HALF_EXPERTS, HALF_TILES = 1, 4
 LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
 
 
@@ -193,7 +194,7 @@ def in_halves(expert_parallel: ExpertParallel, tokens: int, chosen: int, experts
     - ``tokens``, ``chosen``, ``experts``: as of `experts_beside`.
     """
     ranks = expert_parallel.ranks
-    return chosen > ranks and tokens * chosen / (ranks * experts) / 2 >= HALF_TILES * TILE
+    return chosen / ranks > HALF_EXPERTS and tokens * chosen / (ranks * experts) / 2 >= HALF_TILES * TILE
 
 
 def is_quick(expert_parallel: ExpertParallel, us: float) -> bool:
