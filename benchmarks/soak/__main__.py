@@ -68,6 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     say(f"\n{'passed' if soaked.passed else 'FAILED'}, {soaked.calls.total():,} calls, {seconds:.0f} s")
     found = {
         **installed_on(machine),
+        "commit": results.commit(),
         "versions": installed.versions(),
         "passed": soaked.passed,
         "calls per family": soaked.wanted,
