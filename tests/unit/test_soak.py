@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulator.gpu import emulated
+from kit.exchanges_of_one_gpu import EXCHANGES, results_of
 
 from benchmarks.soak import __main__ as command
 from benchmarks.soak import direct, results, worker
@@ -82,22 +83,13 @@ def test_every_shipped_kernel_is_reached(gpu, monkeypatch):
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc, which links the kernels' host code")
-@pytest.mark.parametrize(
-    "name",
-    ["gather", "gather of 32-bit ids", "gather by experts", "gather by blocks of experts",
-     "gather of codes", "gather of codes alone", "codes in the order of experts",
-     "return", "return without values", "return of rows", "return of rows without values", "return beside a product",
-     "return beside a product, by experts", "return beside an FP8 product"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", EXCHANGES)
 def test_exchanges_between_regions_of_one_gpu(gpu, monkeypatch, name):
     few = {"SEND_CTAS": 2, "TOTAL_CTAS": 3, "SCATTER_CTAS": 4, "SCATTER_SMS": 2, "SCATTER_ARRIVALS": 2 * SCATTER_WARPS}
     for owner, sizes in ((functions, few), (direct, {"FEW_SMS": 2})):
         for size, value in sizes.items():
             monkeypatch.setattr(owner, size, value)
-    found = next(subject for subject in DIRECT if subject.name == name)
-    chosen = 8 if name == "return" else 4  # `Total` loads four rows of a token at once
-    made = replace(found, experts=chosen, top_k=chosen, rows=256, hidden=64, intermediate=64).make(CPU)
-    got = made.results(made.call("zipf", "dynamic"))
+    got = results_of(name, CPU)
     assert len(got) >= 2
     assert all(t.float().norm() > 1 for t in got.values())
 
