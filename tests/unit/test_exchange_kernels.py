@@ -189,9 +189,10 @@ def test_the_warps_of_a_cta_share_each_step(monkeypatch, block):
     """A step waits for the slowest warp. Only some tokens have an expert here, more of them among the first ones."""
     ranks, rows, here = 3, 200, 2
     stored, store = Counter(), instructions.TABLE["st.global"]
-    ids = torch.randint(0, here, (ranks * rows, 1), dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, here, (ranks * rows, 1), generator=generator, dtype=torch.int32)
     chance = torch.linspace(0.8, 0.1, ranks * rows)[:, None]
-    ids[torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) > chance] = -1
+    ids[torch.rand(ids.shape, generator=generator) > chance] = -1
     got, at = torch.zeros(ranks * rows, 256, dtype=BF16), CONTROL_WORDS * 4
 
     def watched(code, opcode, operands):

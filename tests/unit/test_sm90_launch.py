@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
-from fusedmoe.kernels.rows.move.functions import bind_row_ranges
+from fusedmoe.kernels.rows.move.functions import bind_expert_blocks, bind_row_ranges
 from fusedmoe.kernels.sm90 import launch, one_group, products, router
 from fusedmoe.kernels.sm90.gemm.arguments import BESIDE, RaggedKArguments, RaggedMArguments
 from fusedmoe.kernels.sm90.launch import Codes, Part
@@ -279,6 +279,11 @@ def test_a_product_that_counts_its_tiles(launched):
 def test_ranks_whose_rows_no_warp_can_divide(rank, ranks):
     with pytest.raises(ValueError, match=f"^rank {rank} of {ranks} ranks: expected one of 2 to 32 ranks"):
         bind_row_ranges(OFFSETS, INDEX, rank, ranks, 64)
+
+
+def test_halves_need_the_rank():
+    with pytest.raises(ValueError, match="halves of the tokens: expected a rank and its number of tokens, got None"):
+        bind_expert_blocks(OFFSETS, INDEX, half=32)
 
 
 # ---- the tensors of an epilogue, and gathered rows -------------------------------------------------------------------

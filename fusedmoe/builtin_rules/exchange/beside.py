@@ -54,8 +54,8 @@ LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
 OWN_TILES = 4  # of an expert's own rows, at least, if they come first
-# sums leave in halves if, on average, a token has more experts here, and an expert as many tiles of half of the tokens
-HALF_EXPERTS, HALF_TILES = 1, 4
+HALF_EXPERTS = 1  # of a token here: sums leave in halves only if there are more, on average
+HALF_TILES = 4  # of an expert's rows in half of the tokens, at least, if sums leave in halves
 LEAST_BLOCKS = 16  # of experts, if a product and the kernel beside it follow each other by experts
 
 
