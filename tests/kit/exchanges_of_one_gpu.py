@@ -1,5 +1,6 @@
 """The exchanges of expert parallelism between two regions of one device, of few rows: ``python -m
-kit.exchanges_of_one_gpu`` runs them on the GPU, for a tool that watches the process.
+kit.exchanges_of_one_gpu`` runs them, or those that it gets as arguments, on the GPU, for a tool that watches the
+process.
 """
 
 import sys
@@ -27,7 +28,7 @@ def results_of(name, device, rows=256):
 
 
 if __name__ == "__main__":
-    for name in EXCHANGES:
+    for name in sys.argv[1:] or EXCHANGES:
         results_of(name, torch.device("cuda"), rows=4096)
         torch.cuda.synchronize()
         sys.stdout.write(f"{name}\n")
