@@ -21,7 +21,7 @@ from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_WORDS, COPY_WARPS, E
 from fusedmoe.kernels.options import KernelOptions, Schedule
 from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.move import slot_functions
-from fusedmoe.kernels.rows.quantize import format_functions
+from fusedmoe.kernels.rows.quantize import block_functions, format_functions
 from fusedmoe.kernels.sm90 import products
 from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.products import with_strides
@@ -104,9 +104,10 @@ class Operands:
         self.inner = made.randn(direct.rows, direct.intermediate)
         self.scale = torch.rand(direct.rows, generator=made.generator, dtype=torch.float32, device=device) + 0.2
 
-    def ranges(self) -> Part:
+    def ranges(self, tile: int = 128, paddings: bool = False) -> Part:
         """Return the rows of three ranks, on the second of them, with all rows there."""
-        run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, 1, 3, self.tokens)
+        of_product = {"tile": tile, "paddings": paddings}
+        run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, 1, 3, self.tokens, **of_product)
         return Part(run(self.offsets, self.token_of_row))
 
 
@@ -169,6 +170,23 @@ def derivative_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, V
     bind, dy, w, p, index = products.bind_grouped_gemm_activation_backward, o.dy, o.down, o.grads, o.token_of_row
     arguments = dy, w, p, o.scale, SWIGLU, True, True, options, index
     return _both(bind, o, *arguments, call=lambda rows: (dy, w, rows, p, o.scale, index))
+
+
+def fp8_derivative_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
+    """The gradient of the first product's result, of codes and scales, in three forms."""
+    of_rows = quantize(o.rows, fp8_block(), offsets=o.offsets)
+    of_weight = quantize(o.down.mT.contiguous(), fp8_block(across=128))
+    dy, w = (Codes(t.data, with_strides(t.scale)) for t in (of_rows, of_weight))
+    arguments = dy, w, o.grads, o.scale, SWIGLU, fp8_block(), (True, True, True), True, options
+    bind = products.bind_grouped_gemm_activation_backward_codes
+    found = []
+    for rows, ranges in (([o.ranges(256, True)], True), (o.offsets, False)):
+        forms, of_scale = bind(*arguments, ranges=ranges)(dy, w, rows, o.grads, o.scale)
+        values: Values = {"row scale": of_scale}
+        for i, (codes, scale) in enumerate(forms):
+            values |= {f"codes {i}": codes.float(), f"scales {i}": 1024 * scale}  # which are small
+        found.append(values)
+    return found[0], found[1]
 
 
 def _beside(o: Operands, wgrad: Callable[[bool], Callable[[], Tensor]]) -> tuple[Values, Values]:
@@ -332,6 +350,15 @@ def scattered(o: Operands, options: KernelOptions) -> tuple[Values, Values]:
     values = format_functions.bind_dequantize(codes, scale, of_tokens.format)(codes, scale)
     got = {"words": words, "values": values}
     want = {"words": torch.zeros_like(words), "values": of_tokens.dequantize()}
+    at = o.token_of_row.clamp(max=tokens - 1)
+    columns = block_functions.bind_quantize_columns_of_codes(codes, scale, o.offsets, at)(codes, scale, o.offsets, at)
+    by_columns = block_functions.bind_quantize_rows(
+        values, of_tokens.format, o.offsets, at, rows=False, columns=True, zero_tail=False
+    )
+    ((wanted, of_wanted),) = by_columns(values, o.offsets, at)
+    blocks = int((-(-o.offsets.diff(prepend=o.offsets.new_zeros(1)) // 128)).sum())  # the others are not written
+    got["columns"], want["columns"] = (t[:, : 128 * blocks].float() for t in (columns[0], wanted))
+    got["columns' scales"], want["columns' scales"] = (1024 * t[:, :blocks] for t in (columns[1], of_wanted))
     want["words"][1:] = exchange_functions.SCATTER_ARRIVALS
     for name, part, given in (("codes", 0, codes), ("scales", 1, scale)):
         for way, found in (("at once", once), ("by ranks", rows)):
@@ -415,6 +442,7 @@ DIRECT = (
     Direct("activation of ranges", activation_of_ranges, tiles=3),
     Direct("activation of ranges, without preactivation", partial(activation_of_ranges, keep=False), tiles=3),
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),
+    Direct("FP8 derivative of ranges", fp8_derivative_of_ranges),
     Direct("weight gradient beside a sum", wgrad_beside_sum, tiles=3),
     Direct("added weight gradient beside a sum", partial(wgrad_beside_sum, adds=True), tiles=3),
     Direct("weight gradient in fp32 beside a sum", partial(wgrad_beside_sum, dtype=torch.float32), tiles=3),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from types import ModuleType
 
-from fusedmoe.builtin_rules.exchange import arriving, leaving
+from fusedmoe.builtin_rules.exchange import arriving, arriving_codes, leaving
 from fusedmoe.builtin_rules.products import dequantized, dgrad, dgrad_activation, gemm, gemm_activation, linear, wgrad
 from fusedmoe.builtin_rules.requirements import OnSm90, OnSm100, on
 from fusedmoe.builtin_rules.rows import activation, column_sums, dispatch, offsets, quantize, router, transposed_weight
@@ -22,7 +22,7 @@ from fusedmoe.fusion.language.rule import FusionRule
 _MODULES = (
     gemm, gemm_activation, dgrad, dgrad_activation, wgrad, dequantized, linear,
     activation, column_sums, dispatch, offsets, quantize, router, transposed_weight,
-    arriving, leaving,
+    arriving, arriving_codes, leaving,
     packed_gemm, gemm_activation_quantize, gemm_combine, dgrad_activation_quantize, packed_wgrad, packed_quantize,
     grouped_mm,
 )  # fmt: skip

@@ -21,6 +21,7 @@ from kit.quantize_kernels import (
     bound_packed,
     bound_rows,
     bound_weight,
+    check_columns_of_codes,
     check_dequantized,
     check_packed,
     check_packed_index,
@@ -116,6 +117,16 @@ def test_rows_through_an_index(which, axes):
     tokens, index = (values if which == "block" else ordinary)(70, 160), an_index(210, 70)
     check_rows(tokens, which, axes, None, index)
     check_rows(tokens, which, axes, offsets_of([0, 140, 5, 0, 50]), index)
+
+
+@pytest.mark.parametrize("columns", [16, 1056])
+@pytest.mark.parametrize("kind", SPLITS)
+def test_columns_of_codes(kind, columns):
+    """An index of a row without an expert is not read."""
+    used, offsets = sum(SPLITS[kind]), offsets_of(SPLITS[kind])
+    index = torch.full((used + 13,), 1 << 30, dtype=torch.int32, device=DEVICE)
+    index[:used] = an_index(used, 70)
+    check_columns_of_codes(values(70, columns), offsets, index)
 
 
 @pytest.mark.parametrize("columns", [16, 1056])

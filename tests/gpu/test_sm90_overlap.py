@@ -46,7 +46,9 @@ LEAVES_SMS = replace(DEFAULT, sm_margin=4)
 def test_ranges(experts, ranks, divided):
     tokens = 960
     for rank in {0, ranks // 2, ranks - 1}:
-        check_ranges(*routed(tokens, 4, experts, seed=experts), rank, ranks, tokens, divided, rank > 0, 5, rank == 0)
+        tile = 128 if rank else 256
+        settings = rank, ranks, tokens, divided, rank > 0, tile, rank < ranks - 1
+        check_ranges(*routed(tokens, 4, experts, seed=experts), *settings, arrivals=5, leaving=rank == 0)
 
 
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=needs_gpu)])

@@ -7,7 +7,16 @@ import torch
 from kit import hopper_ranks as hopper
 from kit.compare import pairwise
 from kit.expert_parallel_ranks import alone, on_each
-from kit.hopper_ranks import ARRIVING_CODES, FP8_OTHERS, FP8_OVERLAPS, GRADIENTS_AS_CODES, MOST, OTHERS, OVERLAPS
+from kit.hopper_ranks import (
+    ARRIVING_CODES,
+    ARRIVING_GRADIENTS,
+    FP8_OTHERS,
+    FP8_OVERLAPS,
+    GRADIENTS_AS_CODES,
+    MOST,
+    OTHERS,
+    OVERLAPS,
+)
 
 import fusedmoe as fm
 
@@ -32,14 +41,15 @@ def compare(
     then own rows first, and sums leave in halves, although there are few rows.
     """
     kernels = hopper.stand_ins()
-    from fusedmoe.builtin_rules.exchange import arriving, beside, leaving
+    from fusedmoe.builtin_rules.exchange import arriving, arriving_codes, beside, leaving
 
     def given(*args):
         return beside.experts_beside(*args) if divided is None else divided[ep.rank]
 
-    arriving.experts_beside = leaving.experts_beside = given
+    arriving.experts_beside = arriving_codes.experts_beside = leaving.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.MEMORY_GB_S = (6.0, 3000) if quick else (0.0, 1e12)  # a rank runs several tests
+    arriving_codes.LEAST_TILES = 1 if quick else 0
     beside.LEAST_BLOCKS = 2 if by_experts else 1000
     beside.OWN_TILES = beside.HALF_TILES = beside.HALF_EXPERTS = 0 if own_first else 1000
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
@@ -47,7 +57,7 @@ def compare(
         stack.enter_context(fm.recipe("fp8_block" if fp8 else "bf16"))
         stack.enter_context(torch.autocast("cpu", torch.bfloat16, enabled=autocast))
         dtype = torch.float32 if autocast else torch.bfloat16
-        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, GRADIENTS_AS_CODES):
+        with fm.disabled(*OVERLAPS, *FP8_OVERLAPS, ARRIVING_CODES, ARRIVING_GRADIENTS, GRADIENTS_AS_CODES):
             expected = hopper.trained(hopper.layer(ep, main_grad, *sizes).to(dtype), count, training, weights)
         other = ep
         if symmetric is not None:
@@ -154,7 +164,8 @@ def test_no_conversion_of_routing_weights_keeps_a_product_from_following_rows(ho
     settings, others = (CODES, FP8_OTHERS) if codes else (MOST_TOKENS, OTHERS)
     for used, launched, parts in hopper_ranks.run(compare, 2, settings, UNEVEN, disabled=(others,) * 4, **options)[:2]:
         assert ARRIVING_CODES in used if codes else used == OVERLAPS.keys()
-        assert launched == (2 if codes else 3)
+        assert ARRIVING_GRADIENTS in used or not codes
+        assert launched == 3
         assert 2 in parts
 
 
@@ -215,17 +226,20 @@ def test_results_in_fp8_have_the_bits_of_separate_steps(hopper_ranks, folder, si
     (2, UNEVEN, {}), (4, (50, 37, 0, 44), {"training": False}), (2, (0, 41), {}), (2, EVEN, {"symmetric": True}),
     (4, (50, 37, 0, 44), {"symmetric": True}), (2, UNEVEN, {"symmetric": True, "training": False}),
     (2, UNEVEN, {"symmetric": True, "divided": (1, 0)}), (2, UNEVEN, {"symmetric": True, "quick": True}),
+    (2, (0, 41), {"symmetric": True, "main_grad": True}), (2, UNEVEN, {"symmetric": True, "autocast": True}),
 ])  # fmt: skip
 def test_codes_that_arrive_are_the_operand_of_the_product(hopper_ranks, folder, size, tokens, options):
     """The bits of tokens that are dequantized, and quantized again by separate steps."""
     if "symmetric" in options:
         options = options | {"symmetric": (folder,)}
     found = hopper_ranks.run(compare, size, CODES, tokens, fp8=True, disabled=(FP8_OTHERS,) * 4, **options)
-    backward = {GRADIENTS_AS_CODES, "sm90.fp8_wgrad_beside_exchange"} if options.get("training", True) else set()
-    by_kernels = "symmetric" in options and not options.get("quick")
+    training, symmetric = options.get("training", True), "symmetric" in options
+    gradients = ARRIVING_GRADIENTS if symmetric else GRADIENTS_AS_CODES
+    backward = {gradients, "sm90.fp8_wgrad_beside_exchange"} if training else set()
+    by_kernels = symmetric and not options.get("quick")
     for used, launched, parts in found[:size]:
         assert used == {ARRIVING_CODES, "sm90.fp8_gemm_of_leaving_rows"} | backward
-        assert launched == (2 if by_kernels else 0 if options.get("quick") else 1)
+        assert launched == (2 + training if by_kernels else 0 if options.get("quick") else 1)
         assert (size in parts) is by_kernels
 
 

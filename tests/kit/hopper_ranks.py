@@ -42,6 +42,7 @@ FP8_OVERLAPS = {
     "sm90.fp8_wgrad_beside_exchange": ("sm90.fp8_grouped_dgrad",),
 }
 ARRIVING_CODES = "sm90.fp8_gemm_activation_of_arriving_tokens"
+ARRIVING_GRADIENTS = "sm90.fp8_dgrad_activation_of_arriving_gradients"
 GRADIENTS_AS_CODES = "sm90.gather_gradients_as_codes"
 """The same, if tokens and gradients travel as FP8 codes."""
 FP8_OTHERS = {other for others in FP8_OVERLAPS.values() for other in others}
@@ -107,6 +108,7 @@ def rules_of(made, count=1, training=True):
             *OVERLAPS,
             *FP8_OVERLAPS,
             ARRIVING_CODES,
+            ARRIVING_GRADIENTS,
             GRADIENTS_AS_CODES,
         }
 

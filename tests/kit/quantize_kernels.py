@@ -8,6 +8,7 @@ import torch
 from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms
 from fusedmoe.kernels.rows.quantize.block_functions import (
+    bind_quantize_columns_of_codes,
     bind_quantize_rows,
     bind_quantize_weight,
     bind_transpose_codes,
@@ -191,6 +192,25 @@ def check_rows(x, which, axes=(-1, -2), offsets=None, index=None):
     wanted = seeded(lambda: [quantize(source, quantizer, axis, offsets=offsets) for axis in axes])
     compare(found, wanted)
     return wanted
+
+
+def check_columns_of_codes(tokens, offsets, index):
+    """Compare with columns of the dequantized tokens. After the last expert's padding, nothing is written."""
+    rows = quantize(tokens, fp8_block())
+    given = rows.data, rows.scale, offsets, index
+    with nan_in_new_tensors():
+        codes, scale = bind_quantize_columns_of_codes(*given)(*given)
+    source = rows.dequantize()[index.clamp(max=len(tokens) - 1)]
+    want = quantize(source, fp8_block(), -2, offsets=offsets)
+    assert codes.shape == want.data.shape
+    assert scale.shape == want.scale.shape
+    blocks = int((-(-offsets.diff(prepend=offsets.new_zeros(1)) // 128)).sum())
+    assert_same_bits(codes[:, : 128 * blocks], want.data[:, : 128 * blocks])
+    assert_same_bits(scale[:, :blocks], want.scale[:, :blocks])
+    assert bits(codes[:, 128 * blocks :]).unique().tolist() in ([], [0xFF], [0x7F])
+    assert scale[:, blocks:].isnan().all()
+    assert has_strides(scale)
+    assert codes[:, : 128 * blocks].float().nan_to_num().norm() > 0 or not blocks
 
 
 def check_weight(weight, which, axes=(-1, -2)):

@@ -28,7 +28,8 @@ def routed(tokens, slots, experts, seed):
 
 
 def plain_ranges(
-    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, arrivals=0, leaving=False, tile=128
+    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, tile=128, paddings=False, *, arrivals=0,
+    leaving=False,
 ):  # fmt: skip
     """The result of `bind_row_ranges`, one tile at a time; a range without rows is that from 0 to 0."""
     experts, each = len(offsets), tokens // ranks
@@ -44,7 +45,11 @@ def plain_ranges(
             rows = [row for row in of_tile if of_tile[row] == step]
             assert rows == [*range(rows[0], rows[-1] + 1, tile)], "the tiles of a class follow each other"
             blocks[step, e], blocks[step, experts + 1 + e] = rows[0], min(rows[-1] + tile, stop)
-    return (blocks.flip(0) if leaving else blocks).flatten()
+    blocks = (blocks.flip(0) if leaving else blocks).flatten()
+    if not paddings:
+        return blocks
+    padding = -offsets.diff(prepend=offsets.new_zeros(1)) % 128
+    return torch.cat([blocks, torch.zeros(1, dtype=torch.int32), padding.cumsum(0).to(torch.int32)])
 
 
 def plain_blocks(offsets, token_of_row, arrivals, zero_tail=True, own=None, half=0, tile=128):
@@ -109,13 +114,15 @@ def check_blocks(offsets, token_of_row, zero_tail=True, own=None, half=0):
     return want[:, :-2].unflatten(1, (2, -1)).diff(dim=1).sum((1, 2)).tolist()
 
 
-def check_ranges(offsets, token_of_row, *settings):
+def check_ranges(offsets, token_of_row, *settings, arrivals, leaving):
     """Compare the kernel with `plain_ranges`."""
     given = offsets.to(DEVICE), token_of_row.to(DEVICE)
-    got = row_functions.bind_row_ranges(*given, *settings[:5])(*given, *settings[5:]).cpu()
-    want = plain_ranges(offsets, token_of_row, *settings)
+    got = row_functions.bind_row_ranges(*given, *settings)(*given, arrivals, leaving).cpu()
+    want = plain_ranges(offsets, token_of_row, *settings, arrivals=arrivals, leaving=leaving)
     assert len(got) == len(want)
-    got, want = (t.view(settings[1], -1) for t in (got, want))
+    ranks, end = settings[1], settings[1] * (2 * (len(offsets) + 1) + 2)
+    assert torch.equal(got[end:], want[end:])
+    got, want = (t[:end].view(ranks, -1) for t in (got, want))
     ranges = got[:, :-2].unflatten(1, (2, -1))
     ranges.masked_fill_(ranges[:, :1] == ranges[:, 1:], 0)
     assert torch.equal(got, want)

@@ -359,7 +359,7 @@ def bind_grouped_gemm_activation_backward(
 @binds("grad_output", "weight", "offsets", "preactivation", "row_scale")
 def bind_grouped_gemm_activation_backward_codes(
     grad_output, weight, preactivation, row_scale, activation, quantized, forms, want_row_scale_grad, options, *,
-    offsets=None,
+    ranges=False, offsets=None,
 ):  # fmt: skip
     assert weight.codes.shape[1] % 128 == 0
     assert not activation.interleaved
@@ -367,6 +367,16 @@ def bind_grouped_gemm_activation_backward_codes(
     assert not quantized.amax_epsilon
     what = {"quantized": quantized, "forms": forms, "want_row_scale_grad": want_row_scale_grad}
     _note("gemm_activation_backward_codes", grad_output, options, **what)
+    if ranges:
+        (part,), experts = offsets, len(weight.codes)
+        blocks = part.ranges[: -(experts + 1)]
+        found = _rows_of(part._replace(ranges=blocks), experts)
+        offsets, paddings = torch.zeros(experts, dtype=torch.int32), part.ranges[-(experts + 1) :]
+        for expert, (_, end) in found:
+            offsets[expert] = max(offsets[expert], end)
+        offsets = offsets.cummax(0).values
+        padding = -offsets.diff(prepend=offsets.new_zeros(1)) % 128
+        assert paddings.tolist() == [0, *padding.cumsum(0).tolist()]
     dp, y, ds = _derivative(grad_output, weight, offsets, preactivation, row_scale, activation)
     each = zip(forms, (dp, dp, y), (-1, -2, -2), (quantized, quantized, fp8_block()), strict=True)
     each = [of for wanted, *of in each if wanted]
@@ -504,9 +514,11 @@ def bind_gather_rows(source, row_of_slot, scale, num_rows=None, *, slot_of_row=N
 
 @binds("offsets", "token_of_row", "arrivals", "leaving", says=())
 def bind_row_ranges(
-    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, *, arrivals=0, leaving=False
+    offsets, token_of_row, rank, ranks, tokens, divided=None, zero_tail=True, tile=128, paddings=False, *, arrivals=0,
+    leaving=False,
 ):  # fmt: skip
-    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, divided, zero_tail, arrivals, leaving, ROW_TILE)
+    settings = divided, zero_tail, tile // 128 * ROW_TILE, paddings
+    return plain_ranges(offsets, token_of_row, rank, ranks, tokens, *settings, arrivals=arrivals, leaving=leaving)
 
 
 @binds("offsets", "token_of_row", "arrivals", says=())
@@ -576,6 +588,14 @@ def bind_quantize_rows(x, format, offsets=None, index=None, *, rows=True, column
     x, axes = _gathered("quantize_rows", x, index), _axes(rows, columns)
     forms = _forms([quantize(x, format, axis, offsets=offsets) for axis in axes])
     return _finished_forms(forms, axes, offsets, zero_tail)
+
+
+@binds("codes", "scale", "offsets", "index")
+def bind_quantize_columns_of_codes(codes, scale, offsets, index):
+    values = bind_dequantize(codes, scale, fp8_block())(codes, scale)
+    return bind_quantize_rows(values, fp8_block(), offsets, index, rows=False, columns=True, zero_tail=False)(
+        values, offsets, index
+    )[0]
 
 
 @binds("weight", says=("rows", "columns"))

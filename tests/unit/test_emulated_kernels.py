@@ -15,7 +15,7 @@ from emulator import host
 from emulator.barriers import EmulationError
 from emulator.gpu import emulated
 from kit import activation_rows, quantize_kernels, routers
-from kit.hopper_codes import check_codes, check_derivative_codes
+from kit.hopper_codes import assert_same_bits, check_codes, check_derivative_codes
 from kit.hopper_products import BF16, FAMILIES, FP16, FP32, offsets_of, plain, rows, weights, wgrad
 from kit.poison import nan_in_new_tensors
 from kit.row_ranges import check_blocks, check_ranges, problem_by_ranges, routed, tiles_of
@@ -23,6 +23,7 @@ from kit.slots import check_moves, check_offsets, check_zeroed_tail
 
 import fusedmoe as fm
 from fusedmoe.kernels.options import KernelOptions
+from fusedmoe.kernels.rows.move import functions as row_functions
 from fusedmoe.kernels.rows.quantize.block_functions import bind_quantize_rows
 from fusedmoe.kernels.sm90 import products as functions
 from fusedmoe.kernels.sm90.gemm import scheduler
@@ -165,7 +166,9 @@ def test_ranges_of_rows():
     for seed, (each, ranks, rank) in enumerate(cases):
         tokens = each * ranks
         divided, leaving = (None, None, 0, 1, 2)[seed % 5], seed % 2 == 1
-        check_ranges(*routed(tokens, 3, 5, seed), rank, ranks, tokens, divided, seed % 4 > 1, seed % 3, leaving)
+        tile, experts = (128, 256, 128)[seed % 3], 70 if seed % 11 == 0 else 5
+        settings = rank, ranks, tokens, divided, seed % 4 > 1, tile, seed % 7 > 2
+        check_ranges(*routed(tokens, 3, experts, seed), *settings, arrivals=seed % 3, leaving=leaving)
 
 
 @pytest.mark.parametrize("experts", [1, 5, 32, 33, 70])
@@ -267,6 +270,34 @@ def test_activations_of_codes_by_ranges(keep):
     assert want[0].float().norm() > 0
 
 
+@pytest.mark.parametrize(("experts", "forms", "zero_tail"), [
+    (3, (True, True, True), True), slow(3, (True, True, True), False), slow(40, (False, False, True), True),
+    (40, (False, False, True), False),
+])  # fmt: skip
+def test_derivatives_of_codes_by_ranges(experts, forms, zero_tail, gpu):
+    """The same for the second layer's gradient in FP8, whose rows arrive: also by columns."""
+    tokens, ranks, rank = 600, 2, 0
+    offsets, token_of_row = routed(tokens, 2, experts, seed=1)
+    count, splits = len(token_of_row), offsets.diff(prepend=offsets.new_zeros(1)).tolist()
+    dy = rows(splits, count - sum(splits), 144, "e4m3 blocks").given
+    w, p = weights(splits, 128, 144, "e4m3 blocks").given, torch.randn(count, 256).to(BF16)
+    scale = torch.rand(count)
+    bind = partial(functions.bind_grouped_gemm_activation_backward_codes, dy, w, p, scale, Activation("swiglu"))
+    settings = fp8_block(), forms, True, KernelOptions(zero_tail=zero_tail)
+    by_ranks = rank, ranks, tokens, experts - 1, zero_tail, 256, True
+    blocks = row_functions.bind_row_ranges(offsets, token_of_row, *by_ranks)(offsets, token_of_row)
+    assert (tiles_of(blocks[: -(experts + 1)].view(ranks, -1), 256) > 0).all()
+    with nan_in_new_tensors():
+        want, want_scale = bind(*settings)(dy, w, offsets, p, scale)
+        got, got_scale = bind(*settings, ranges=True)(dy, w, [Part(blocks, beside=True)], p, scale)
+    assert len(got) == len(want) == sum(forms)
+    for a, b in zip((*got, (got_scale,)), (*want, (want_scale,)), strict=True):
+        for t, u in zip(a, b, strict=True):
+            assert_same_bits(t, u)
+    assert all(codes.float().nan_to_num().norm() > 0 for codes, _ in got)
+    assert not gpu.counter.any()
+
+
 def test_a_product_waits_for_the_words_of_all_ranks_up_to_its_block(monkeypatch):
     """With a kernel that gives up early. Words of ranks whose rows it does not need may be negative."""
     monkeypatch.setattr(scheduler, "MOST_READS", 50)
@@ -328,6 +359,7 @@ def test_quantized_rows():
     quantize_kernels.check_rows(x, "block", (-1, -2), offsets_of(splits))
     tokens, index = quantize_kernels.values(70, 160), quantize_kernels.an_index(210, 70)
     quantize_kernels.check_rows(tokens, "block", (-2,), offsets_of([0, 140, 5, 0, 50]), index)
+    quantize_kernels.check_columns_of_codes(tokens, offsets_of([0, 140, 5, 0, 50]), index)
 
 
 @pytest.mark.parametrize("which", ["mxfp8", slow("nvfp4 gradient"), slow("row")])

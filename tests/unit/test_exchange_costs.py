@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusedmoe.builtin_rules.exchange import beside
+from fusedmoe.builtin_rules.exchange import arriving_codes, beside
 
 QWEN, DEEPSEEK, MIXTRAL = (8192, 2048, 768, 128, 8), (4096, 7168, 2048, 256, 8), (8192, 4096, 14336, 8, 2)
 
@@ -52,6 +52,20 @@ def test_own_rows_come_first_if_they_fill_tiles(tokens, own_first):
 def test_sums_leave_in_halves_if_a_half_fills_tiles_of_several_experts_of_a_token(tokens, ranks, halves):
     group, tokens, _, chosen, experts, _ = second_layer((tokens, *QWEN[1:]), ranks)
     assert beside.in_halves(group, tokens, chosen, experts) is halves
+
+
+def test_a_product_begins_with_more_experts_if_rows_are_copied_after_their_arrival():
+    group, tokens, row_bytes, chosen, experts, flops = second_layer(QWEN)
+    copies_us = arriving_codes.us_of_copies(group, tokens, row_bytes // 2, chosen)
+    given = group, tokens, row_bytes // 2, chosen, experts, flops, beside.FP8_TFLOPS
+    assert beside.experts_beside(*given, copies_us) > beside.experts_beside(*given)
+    assert arriving_codes.us_of_copies(group, 2 * tokens, row_bytes // 2, chosen) == 2 * copies_us
+
+
+@pytest.mark.parametrize(("shape", "has"), [(QWEN, True), (DEEPSEEK, False)])
+def test_own_tiles_of_a_derivative_in_fp8(shape, has):
+    group, tokens, _, chosen, experts, _ = second_layer(shape)
+    assert arriving_codes.has_own_tiles(group, tokens, chosen, experts) is has
 
 
 @pytest.mark.parametrize(("shape", "reads"), [(QWEN, False), (DEEPSEEK, True), (MIXTRAL, False)])

@@ -47,9 +47,9 @@ QUICK_US = 6.0  # of the product of a rank's rows, for which nothing is hidden
 # of an exchange between two H100s, and of products of some rows beside it; and the factor between their times, also for
 # products of so few rows that each division costs the time to read weights
 LATENCY_US, LINK_GB_S = 20, 330
-TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 3000
+TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, FP8_DERIVATIVE_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 600, 3000
 MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
-# of sums that leave beside a product: the bytes that leave, and those that an SM reads and writes
+# of sums that leave beside a product: the bytes that leave; and those that an SM beside a product reads and writes
 LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
@@ -83,7 +83,14 @@ def beside_exchange(options: KernelOptions, expert_parallel: ExpertParallel) -> 
 
 
 def experts_beside(
-    expert_parallel: ExpertParallel, tokens: int, row_bytes: int, chosen: int, experts: int, row_flops: int, tflops: int
+    expert_parallel: ExpertParallel,
+    tokens: int,
+    row_bytes: int,
+    chosen: int,
+    experts: int,
+    row_flops: int,
+    tflops: int,
+    more_us: float = 0.0,
 ) -> int:
     """Return the number of experts whose rows are divided by ranks, so that their products take as long as an exchange.
 
@@ -95,10 +102,11 @@ def experts_beside(
     - ``row_bytes``: of a row that travels.
     - ``chosen``, ``experts``: K, and the number of experts of this rank.
     - ``row_flops``, ``tflops``: the operations of a row of the product, and its speed.
+    - ``more_us``: from the arrival of the last rows until the product can read them.
     """
     ranks = expert_parallel.ranks
     each, of_rank = tokens // ranks, tokens * chosen / (ranks * ranks * experts)  # rows of a rank, of an expert too
-    exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3
+    exchange_us = LATENCY_US + (ranks - 1) * each * row_bytes / LINK_GB_S / 1e3 + more_us
     row_us, margin = row_flops / tflops / 1e6, MARGIN
     if expert_parallel.engine.by_kernels:
         us = (ranks - 1) * of_rank * row_us
@@ -214,6 +222,7 @@ class Ranges:
     - ``own_first``: of a product that follows arriving rows by experts, whether this rank's rows come first; see
       `own_rows_first`.
     - ``halves``: of a product whose sums leave by experts, whether it computes the tokens in halves; see `in_halves`.
+    - ``tile``, ``paddings``: by ranks, as for `bind_row_ranges`; with ``paddings``, of `scattered` alone.
 
     The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """
@@ -228,11 +237,13 @@ class Ranges:
         zero_tail: bool,
         own_first: bool = False,
         halves: bool = False,
+        tile: int = TILE,
+        paddings: bool = False,
     ) -> None:
         assert not (own_first and halves), "rows arrive with own rows first, and sums leave in halves"
         self._ranks, each = expert_parallel.ranks, tokens // expert_parallel.ranks
         self._run = row_functions.bind_row_ranges(
-            offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail
+            offsets, token_of_row, expert_parallel.rank, self._ranks, tokens, experts, zero_tail, tile, paddings
         )
         experts_here = offsets.shape[0]
         self.by_experts = experts_here >= LEAST_BLOCKS  # whether kernels beside a product follow blocks of experts
@@ -283,7 +294,8 @@ class Ranges:
         blocks = self._run(offsets, token_of_row, exchange_functions.SCATTER_ARRIVALS)
         rows = scatter(codes, scale, row_of_slot, None, arrived)
         pending.follow(arrived)
-        scatter(codes, scale, row_of_slot, rows, arrived, blocks.view(self._ranks, -1))
+        lines = blocks[: self._ranks * (2 * (len(offsets) + 1) + 2)].view(self._ranks, -1)
+        scatter(codes, scale, row_of_slot, rows, arrived, lines)
         return rows, [Part(blocks, beside=True)]
 
     def leaving(self, offsets: Tensor, token_of_row: Tensor, by_experts: bool = False) -> Tensor:

@@ -29,7 +29,7 @@ from fusedmoe.kernels.sm90 import limits, products
 from fusedmoe.kernels.sm90.launch import Codes
 from fusedmoe.numerics.formats import E4M3, Format, QuantizedSpec, Quantizer, ScaleRule
 from fusedmoe.ops.glu import FusedDerivative
-from fusedmoe.ops.grouped_linear import Dgrad
+from fusedmoe.ops.grouped_linear import Dgrad, GroupedLinear
 from fusedmoe.ops.quantize import QuantizeGrad
 from fusedmoe.ops.scale import DScale, ScaleGrad
 
@@ -111,16 +111,10 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
 
     def supports(self, ctx: PlanContext) -> None:
         check_operands(ctx, *OPERANDS, gradient=True)
-        columns, quantizer = _columns(ctx), self._quantizer
-        if columns is not None:
-            check_blocks(columns.format, ROWS)
-            require(not columns.rotated, "%s is rotated: expected hadamard=False", COLUMNS)
-        if quantizer is not None:
-            check_blocks(quantizer.format, ROWS)
-            require(not quantizer.hadamard, "the gradient of the preactivation is rotated: expected hadamard=False")
+        check_result_blocks(recomputed_columns(ctx), self._quantizer)
 
     def offer(self, ctx: PlanContext) -> Step:
-        fc, columns, quantizer = self.dgrad.op, _columns(ctx), self._quantizer
+        fc, columns, quantizer = self.dgrad.op, recomputed_columns(ctx), self._quantizer
         self.check(ctx, *OPERANDS, "dact.input", in_features=fc.in_features, out_features=fc.out_features)
         gives, launches = check_dscale(ctx, self.scale_grad)
         if quantizer is None:
@@ -128,21 +122,10 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
             recomputed = "dact.output" if self.dscale is None else "dscale.output"
             keeps: tuple[str, ...] = (recomputed,) if columns is None else (COLUMNS, recomputed)
         else:
-            self._check_codes(ctx, quantizer, columns)
+            unquantized = ctx.is_read_outside("quantize.grad_output")
+            check_written_codes(fc, self.dact, quantizer, columns, unquantized)
             keeps = FORMS if columns is not None else FORMS[:2]
         return Step(needs=NEEDS, gives=gives, keeps=keeps, zeroes_tail=True, launches=1 + launches)
-
-    def _check_codes(self, ctx: PlanContext, quantizer: Quantizer, columns: QuantizedSpec | None) -> None:
-        """Decline what the epilogue does not quantize."""
-        unquantized = ctx.is_read_outside("quantize.grad_output")
-        require(not unquantized, "the gradient of the preactivation is read unquantized too: the epilogue writes codes")
-        interleaved = activation_of(self.dact.op).interleaved
-        require(not interleaved, "interleaved gate and up: expected a weight with the rows [gate | up]")
-        decline(limits.why_not_blocks("in_features", self.dgrad.op.in_features))
-        _check_epilogue("the gradient of the preactivation", quantizer.format)
-        if columns is not None:
-            _check_epilogue(COLUMNS, columns.format)
-            require(columns.format.element == E4M3, "%s is %s: expected e4m3", COLUMNS, columns.format.element)
 
     def bind(
         self, ctx: PlanContext, dy: Tensor, dy_scale: Tensor, weight: Tensor, weight_scale: Tensor, offsets: Tensor,
@@ -182,7 +165,7 @@ class Fp8GroupedDgradActivation(OnFp8, FusionRule, name="sm90.fp8_grouped_dgrad_
             dy, weight, preactivation, factor, activation_of(self.dact.op), bool(ctx.keep), self.scale_grad is not None,
             ctx.options,
         )  # fmt: skip
-        columns, quantize = _columns(ctx) if COLUMNS in ctx.keep else None, None
+        columns, quantize = recomputed_columns(ctx) if COLUMNS in ctx.keep else None, None
         keeps_output = any(name != COLUMNS for name in ctx.keep)
         if columns is not None:
             like = preactivation.new_empty(preactivation.shape[0], weight.codes.shape[1])
@@ -206,12 +189,38 @@ def _given(
     return given if grad_factor is None or dtype is None else (*given, grad_factor.to(dtype))
 
 
-def _columns(ctx: PlanContext) -> QuantizedSpec | None:
+def recomputed_columns(ctx: PlanContext) -> QuantizedSpec | None:
     """Return the spec of the layer's input by columns; None if the input is not quantized, or has one scale per expert:
     then the forward pass makes both forms, since delayed scaling knows their scales only there.
     """
     spec = ctx.spec(COLUMNS) if ctx.exists(COLUMNS) and not by_expert(ctx, COLUMNS) else None
     return spec if isinstance(spec, QuantizedSpec) else None
+
+
+def check_result_blocks(columns: QuantizedSpec | None, quantizer: Quantizer | None) -> None:
+    """Decline blocks that no kernel writes: those of `recomputed_columns`, and of the gradient of the preactivation."""
+    if columns is not None:
+        check_blocks(columns.format, ROWS)
+        require(not columns.rotated, "%s is rotated: expected hadamard=False", COLUMNS)
+    if quantizer is not None:
+        check_blocks(quantizer.format, ROWS)
+        require(not quantizer.hadamard, "the gradient of the preactivation is rotated: expected hadamard=False")
+
+
+def check_written_codes(
+    fc: GroupedLinear, dact: FusedDerivative, quantizer: Quantizer, columns: QuantizedSpec | None, unquantized: bool
+) -> None:
+    """Decline results that the epilogue does not quantize; ``unquantized``: whether another step reads the gradient of
+    the preactivation in bf16.
+    """
+    require(not unquantized, "the gradient of the preactivation is read unquantized too: the epilogue writes codes")
+    interleaved = activation_of(dact.op).interleaved
+    require(not interleaved, "interleaved gate and up: expected a weight with the rows [gate | up]")
+    decline(limits.why_not_blocks("in_features", fc.in_features))
+    _check_epilogue("the gradient of the preactivation", quantizer.format)
+    if columns is not None:
+        _check_epilogue(COLUMNS, columns.format)
+        require(columns.format.element == E4M3, "%s is %s: expected e4m3", COLUMNS, columns.format.element)
 
 
 def _check_epilogue(name: str, format: Format) -> None:

@@ -75,6 +75,7 @@ BETWEEN_RANKS = (
     "sm90.gemm_of_leaving_rows",
     "sm90.fp8_gemm_of_leaving_rows",
     "sm90.dgrad_activation_of_arriving_gradients",
+    "sm90.fp8_dgrad_activation_of_arriving_gradients",
     "sm90.gather_gradients_as_codes",
     "sm90.wgrad_beside_exchange",
     "sm90.fp8_wgrad_beside_exchange",

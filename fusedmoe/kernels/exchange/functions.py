@@ -33,7 +33,7 @@ ALIGNMENT = 256  # bytes: tensors of one exchange begin at multiples
 PACKED_BYTES = 32  # of a row with codes and scales, a multiple: GPUs read 32 bytes at once
 SEND_CTAS, TOTAL_CTAS = 128, 1188  # three CTAs of `Total` fit an SM of 132
 GATHER_CTAS = 32  # of `Send`, that wait for the ids of other ranks
-SCATTER_CTAS, SCATTER_SMS = 264, 20  # alone, and beside `Pull`: even numbers
+SCATTER_CTAS, SCATTER_SMS = 264, 24  # alone, and beside `Pull`: even numbers
 SCATTER_ARRIVALS = SCATTER_SMS * SCATTER_WARPS  # that a word grows by, beside `Pull`
 
 

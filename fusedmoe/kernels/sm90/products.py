@@ -281,19 +281,23 @@ def bind_grouped_gemm_activation_backward_codes(
     forms: tuple[bool, bool, bool],
     want_row_scale_grad: bool,
     options: KernelOptions,
+    *,
+    ranges: bool = False,
 ) -> Callable[..., tuple[tuple[Form, ...], Optional]]:
     """Return `bind_grouped_gemm_activation_backward` with results in FP8: the ``forms`` that are true of the gradient
     by rows, the gradient by columns and the output by columns; and the row scale's gradient.
 
     A form is codes and scales, with shapes and strides as by `block_functions.bind_quantize_rows`. ``quantized`` is the
     format of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
+
+    - ``ranges``: as for `bind_grouped_gemm`: a part has all blocks of `bind_row_ranges`, with ``paddings``.
     """
     (rows, features), (experts, outputs, _) = preactivation.shape, weight.codes.shape
     scaled = want_row_scale_grad or row_scale is not None
     epilogue = Epilogue(compiled_in(activation), derivative=True, scaled=scaled, quantized=quantized, forms=forms)
     product = _bind_derivative(
         "fp8_derivative_codes", grad_output, weight, preactivation, row_scale, activation, epilogue,
-        want_row_scale_grad, options,
+        want_row_scale_grad, options, ranges=ranges,
     )  # fmt: skip
     padded = padded_rows(rows, experts, SCALE_BLOCK)
     by_rows, by_columns, again = forms

@@ -24,7 +24,7 @@ from fusedmoe.kernels.rows.move.route import Route
 from fusedmoe.kernels.rows.move.slots import SLOTS, GatherRows, RowDots, SlotValues, SumSlots
 from fusedmoe.kernels.rows.move.sum_on_few_sms import SumOnFewSms
 from fusedmoe.kernels.rows.quantize.amax_history import UpdateAmaxHistory
-from fusedmoe.kernels.rows.quantize.blocks import QuantizeRows, QuantizeWeight
+from fusedmoe.kernels.rows.quantize.blocks import QuantizeColumnsOfCodes, QuantizeRows, QuantizeWeight
 from fusedmoe.kernels.rows.quantize.dequantize import Dequantize
 from fusedmoe.kernels.rows.quantize.formats import Magnitudes, QuantizeFormat
 from fusedmoe.kernels.rows.quantize.gather_codes import GatherCodes
@@ -200,8 +200,13 @@ def shipped() -> tuple[Kernel, ...]:
     for config in CANDIDATES["derivative"]:
         epilogue = derivative("swiglu", keep=True, row_scale=True)
         kernels.append(RaggedM(Plain("bf16"), config, b_major="n", epilogue=epilogue, gather=True, ranges=True))
+    for config in CANDIDATES["fp8_derivative_codes"]:
+        epilogue = derivative_codes("swiglu", DerivativeCodes(), row_scale=True)
+        kernels.append(RaggedM(BlockScaledRows("e4m3"), config, epilogue=epilogue, ranges=True))
     kernels += [
         RowRanges(),
+        RowRanges(256),
+        QuantizeColumnsOfCodes(),
         Signal(),
         Scatter(),
         Dequantize("e4m3", "fp32", 128, 1),

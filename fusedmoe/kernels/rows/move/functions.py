@@ -68,19 +68,24 @@ def bind_row_ranges(
     tokens: int,
     divided: int | None = None,
     zero_tail: bool = True,
+    tile: int = 128,
+    paddings: bool = False,
 ) -> Callable[..., Tensor]:
     """Return a function of ``(offsets, token_of_row, arrivals=0, leaving=False)``: the experts' rows in P blocks, by
     the ranks of their tokens.
 
-    Its result is an int32 vector of P * (2 (E + 1) + 2) elements. A block has E + 1 first rows, E + 1 ends, a counter,
-    which is 0, and a word. Block i has the row tiles whose rows are all of the ranks from ``rank`` to ``(rank + i) %
-    P``, except those of the blocks before it. The rows of no expert are one more expert.
+    Its result is an int32 vector of P * (2 (E + 1) + 2) elements, and with ``paddings`` of E + 1 more. A block has E +
+    1 first rows, E + 1 ends, a counter, which is 0, and a word. Block i has the row tiles whose rows are all of the
+    ranks from ``rank`` to ``(rank + i) % P``, except those of the blocks before it. The rows of no expert are one more
+    expert.
 
     - ``rank``, ``ranks``: the own rank, and P: 2 to 32.
     - ``tokens``: P * N. Rank q has the tokens from q * N to before (q + 1) * N.
     - ``divided``: only the experts before this number are divided; None: every expert. The rows of the others, and
       those of no expert, are in the last block.
     - ``zero_tail``: whether a block has the rows of no expert.
+    - ``tile``: the rows of a row tile.
+    - ``paddings``: for a product with results by columns, see `RowRanges`.
     - ``leaving``: the blocks are in the reverse order. Blocks 0 to i then have all rows of rank ``(rank - 1 - i) % P``.
     - ``arrivals``: how often 1 is added to a word until the rows of its rank are there. The word of block 0 is 0, all
       others are ``-arrivals``. Consecutive blocks are an argument of a product. Before a block, it waits until no word
@@ -94,7 +99,8 @@ def bind_row_ranges(
 
     experts = offsets_E.shape[0]
     size, each, of_experts = ranks * (2 * (experts + 1) + 2), tokens // ranks, experts if divided is None else divided
-    kernel = load(RowRanges())
+    size += (experts + 1) * paddings
+    kernel = load(RowRanges(tile))
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int = 0, leaving: bool = False) -> Tensor:
         blocks = offsets_E.new_empty(size)

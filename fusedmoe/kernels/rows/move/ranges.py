@@ -32,6 +32,9 @@ adds when results are in memory, and a *word*, which tells a product that rows h
 of the steps, in which rows arrive, or in the reverse order, in which they *leave*: a rank's rows are in the blocks up
 to its own, in either order.
 
+After the blocks by ranks, the vector may have E + 1 more elements, the *paddings*: how many rows the experts before
+this one are padded with, if the rows of each begin at a multiple of 128. Results by columns need them.
+
 A warp has one expert, and its lane q searches b(q): there are at most 32 ranks.
 
 Axes: R rows sorted by expert, E experts, P ranks.
@@ -46,7 +49,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
-from fusedmoe.kernels.device.warps import LANES, WarpKernel, fake_vector
+from fusedmoe.kernels.device.warps import LANES, WarpKernel, fake_vector, inclusive_sum
+from fusedmoe.kernels.sm90.tiles.config import SCALE_BLOCK
 
 WARPS = 4  # per CTA
 
@@ -63,10 +67,10 @@ class RowRanges(WarpKernel):
 
     def compile(self) -> Any:
         """Compile without a GPU; a function of offsets (E,), tokens of rows (R,), and P blocks of 2 (E + 1) + 2
-        elements as one vector, all int32, ``rank``, P, N, ``divided``, the word of each step but 0, and whether the
-        blocks are in the order in which rows leave, ``zero_tail``, and 0. By experts: ``rank``, the number of blocks,
-        N, whether own rows come first, the word of each block (then that of the first of two blocks), in halves the
-        first token of the second half, else 0, ``zero_tail`` and ``of_block``.
+        elements as one vector, with or without paddings, all int32, ``rank``, P, N, ``divided``, the word of each step
+        but 0, and whether the blocks are in the order in which rows leave, ``zero_tail``, and 0. By experts: ``rank``,
+        the number of blocks, N, whether own rows come first, the word of each block (then that of the first of two
+        blocks), in halves the first token of the second half, else 0, ``zero_tail`` and ``of_block``.
         """
         rows, experts, entries = cute.sym_int(), cute.sym_int(), cute.sym_int()
         vectors = [fake_vector("int32", size) for size in (experts, rows, entries)]
@@ -127,6 +131,25 @@ class RowRanges(WarpKernel):
                 if expert == experts:
                     blocks[block + 2 * (experts + 1)] = 0
                     blocks[block + 2 * (experts + 1) + 1] = cutlass.select_(waits, word, Int32(0))
+            paddings = ranks * (2 * (experts + 1) + 2)
+            if paddings < cute.size(blocks):
+                padding = self.padding_before(offsets, expert, lane)
+                if lane == 0:
+                    blocks[paddings + expert] = padding
+
+    @cute.jit
+    def padding_before(self, offsets, expert, lane):
+        """The rows with which the experts before this one are padded."""
+        padding = Int32(0)
+        for chunk in cutlass.range(0, expert, LANES, unroll=1):
+            count = Int32(0)
+            if chunk + lane < expert:
+                count = offsets[chunk + lane]
+                if chunk + lane > 0:
+                    count -= offsets[chunk + lane - 1]
+            added = (SCALE_BLOCK - count % SCALE_BLOCK) % SCALE_BLOCK
+            padding += cute.arch.shuffle_sync(inclusive_sum(added, lane), LANES - 1)
+        return padding
 
     @cute.jit
     def own_first(self, tokens, start, stop, token, each, step, lane):

@@ -92,6 +92,34 @@ def bind_quantize_rows(
     return run
 
 
+def bind_quantize_columns_of_codes(
+    codes_TK: Tensor, scale_TB: Tensor, offsets_E: Tensor, index_R: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Form]:
+    """Return a function of ``(codes, scale, offsets, index)``: the column codes and scale of `bind_quantize_rows` of
+    the tokens that these codes are of, dequantized to bf16, without ``zero_tail``, in one launch.
+
+    - ``codes_TK``: E4M3, unit stride in K, the pitch and the address multiples of 16 bytes, as of `fp8_block`.
+    - ``scale_TB``: (T, ceil(K / 128)) fp32, powers of two.
+    - ``offsets_E``, ``index_R``: as for `bind_quantize_rows`.
+    """
+    (num_rows,), width = index_R.shape, codes_TK.shape[1]
+    padded, code = padded_rows(num_rows, offsets_E.shape[0], BLOCK), codes_TK.dtype
+    kernel = None
+    if num_rows and width:
+        from fusedmoe.kernels.rows.quantize.blocks import QuantizeColumnsOfCodes  # deferred: imports the CuTe DSL
+
+        kernel = load(QuantizeColumnsOfCodes())
+
+    def run(codes_TK: Tensor, scale_TB: Tensor, offsets_E: Tensor, index_R: Tensor) -> Form:
+        codes = codes_TK.new_empty(width, padded, dtype=torch.uint8)
+        scale = scale_like(scale_TB, width, padded)
+        if kernel is not None:
+            kernel(codes_TK.view(torch.uint8), scale_TB, index_R, offsets_E, codes, scale, padded // BLOCK)
+        return codes.view(code), scale
+
+    return run
+
+
 def _bind_quantize_tokens(
     x_TK: Tensor, format: Format, index_R: Tensor, zero_tail: bool
 ) -> Callable[..., tuple[Form, ...]]:

@@ -7,6 +7,9 @@ tile of column codes has rows of one expert only, and the missing rows are zeros
 splits: each CTA finds its expert in ``offsets``. The tiles after the last expert's are zeros, and so are the row codes
 of rows without an expert, one more tile if they need it. With ``zero_tail`` 0, the CTAs of these tiles write nothing.
 
+`QuantizeColumnsOfCodes`: the column codes of tokens that have row codes, from these and their scales. The values in
+between are rounded to bf16, as if they were written and read again.
+
 `QuantizeWeight`: blocks of 128 x 128. The column codes are the row codes, transposed.
 
 A thread has a *strip* of 8 rows, and 8 columns: 8 loads of 16 bytes, all issued before the first is used. The values
@@ -165,6 +168,31 @@ def load_tile(x, index, first, valid, vector):
         for i in cutlass.range_constexpr(STRIP):
             at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
             cute.autovec_copy(at, values[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
+    if strip + STRIP > valid or vector >= vectors:
+        for i in cutlass.range_constexpr(STRIP):
+            if strip + i >= valid or vector >= vectors:
+                values[i].fill(0.0)
+    return values
+
+
+@cute.jit
+def load_tile_of_codes(x, scale, index, first, valid, vector, block, element: cutlass.Constexpr[str]):
+    """As `load_tile`, of codes and their scales in 1x128 blocks: values in bf16."""
+    thread, _, _ = cute.arch.thread_idx()
+    strip = thread // GROUPS * STRIP
+    vectors = x.shape[1] // VECTOR
+    values = [cute.make_rmem_tensor((VECTOR,), cutlass.BFloat16) for _ in range(STRIP)]
+    if valid > 0:
+        inside = cutlass.min(vector, vectors - 1)
+        numbers = [index[first + cutlass.min(strip + i, valid - 1)] for i in range(STRIP)]
+        held = [cute.make_rmem_tensor((VECTOR,), x.element_type) for _ in range(STRIP)]
+        scales = [scale[number, block] for number in numbers]
+        for i in cutlass.range_constexpr(STRIP):
+            at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
+            cute.autovec_copy(at, held[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
+        for i in cutlass.range_constexpr(STRIP):
+            wide = cute.recast_tensor(held[i], CODES[element]).load().to(Float32) * scales[i]
+            values[i].store(wide.to(cutlass.BFloat16))
     if strip + STRIP > valid or vector >= vectors:
         for i in cutlass.range_constexpr(STRIP):
             if strip + i >= valid or vector >= vectors:
@@ -351,8 +379,8 @@ class QuantizeRows(_Tiles):
     def quantize(self, x, index, codes, scale, codes_t, scale_t, least, block, tile, first, valid, present):
         """Quantize a tile of rows and a block of columns."""
         thread, _, _ = cute.arch.thread_idx()
-        lane, group, smem = cute.arch.lane_idx(), thread % GROUPS, SmemAllocator()
-        vector = block * GROUPS + group
+        lane, smem = cute.arch.lane_idx(), SmemAllocator()
+        vector = block * GROUPS + thread % GROUPS
         values = load_tile(x, index if const_expr(self.gathered) else None, first, valid, vector)
         of_rows, of_columns = largest_and_no_infinity(values, self.dtype)
 
@@ -362,13 +390,18 @@ class QuantizeRows(_Tiles):
             self.store_rows(values, factors, codes, first, present, vector)
 
         if const_expr(self.columns):
-            s_codes = allocate_codes(smem)
-            s_amax = smem.allocate_tensor(Int32, cute.make_layout((BLOCK // 2, STRIPS)), 16)
-            s_encode = smem.allocate_tensor(Float32, cute.make_layout((BLOCK,)), 16)
-            self.encode_columns(of_columns, s_amax, s_encode, scale_t, block, tile, least)
-            factors = cute.make_rmem_tensor((VECTOR,), Float32)
-            cute.autovec_copy(cute.local_tile(s_encode, (VECTOR,), (group,)), factors)
-            self.store_columns(values, factors, s_codes, codes_t, block, tile)
+            self.quantize_columns(smem, values, of_columns, codes_t, scale_t, least, block, tile)
+
+    def quantize_columns(self, smem, values, of_columns, codes_t, scale_t, least, block, tile):
+        """Write the column codes of the tile's values, and their scales."""
+        thread, _, _ = cute.arch.thread_idx()
+        s_codes = allocate_codes(smem)
+        s_amax = smem.allocate_tensor(Int32, cute.make_layout((BLOCK // 2, STRIPS)), 16)
+        s_encode = smem.allocate_tensor(Float32, cute.make_layout((BLOCK,)), 16)
+        self.encode_columns(of_columns, s_amax, s_encode, scale_t, block, tile, least)
+        factors = cute.make_rmem_tensor((VECTOR,), Float32)
+        cute.autovec_copy(cute.local_tile(s_encode, (VECTOR,), (thread % GROUPS,)), factors)
+        self.store_columns(values, factors, s_codes, codes_t, block, tile)
 
     # -- where a tile's rows are
 
@@ -435,6 +468,56 @@ class QuantizeRows(_Tiles):
             if column < scale.shape[0] and tile < scale.shape[1]:
                 scale[column, tile] = stored
         cute.arch.sync_threads()
+
+
+@dataclass(frozen=True)
+class QuantizeColumnsOfCodes(QuantizeRows):
+    """Column codes of rows that are tokens' through an index, of E4M3 codes with scales that are powers of two."""
+
+    dtype: str = "bf16"
+    element: str = "e4m3"
+    rows: bool = False
+    columns: bool = True
+    power_of_two: bool = True
+    sorted: bool = True
+    gathered: bool = True
+
+    @property
+    def symbol(self) -> str:
+        return f"sm90_quantize_columns_of_{self.element}"
+
+    def compile(self) -> Any:
+        """Compile without a GPU; a function of codes (T, K) uint8 and their scale (T, K / 128) with unit stride along
+        either axis, index (R,) int32, offsets (E,) int32, column codes (K, P) uint8 and their scale (K, P / 128), and
+        the number of tiles of rows. Codes after the last expert's padding are not written.
+        """
+        scale = cute.runtime.make_fake_tensor(
+            Float32, (cute.sym_int(), cute.sym_int()), (cute.sym_int64(), cute.sym_int64())
+        )  # fmt: skip
+        vectors = [fake_vector("int32", cute.sym_int()) for _ in range(2)]
+        return self.compiled_for(fake_codes(), scale, *vectors, fake_codes(), fake_scale(), Int32(1))
+
+    @cute.jit
+    def __call__(self, x, scale, index, offsets, codes_t, scale_t, tiles, stream):
+        blocks = cute.ceil_div(x.shape[1], BLOCK)
+        self.kernel(x, scale, index, offsets, codes_t, scale_t, blocks).launch(
+            **on_tiles(tiles * blocks, stream, CTAS_PER_SM, SHARED_PERCENT)
+        )
+
+    @cute.kernel
+    def kernel(self, x, scale, index, offsets, codes_t, scale_t, blocks):
+        thread, _, _ = cute.arch.thread_idx()
+        number, _, _ = cute.arch.block_idx()
+        tile = number // blocks  # adjacent CTAs read adjacent columns
+        block = number - tile * blocks
+        first, valid, _ = self.where(offsets, tile, Int32(0), cute.arch.lane_idx())
+        if valid > 0:
+            vector = block * GROUPS + thread % GROUPS
+            values = load_tile_of_codes(x, scale, index, first, valid, vector, block, self.element)
+            _, of_columns = largest_and_no_infinity(values, self.dtype)
+            self.quantize_columns(
+                SmemAllocator(), values, of_columns, codes_t, scale_t, Float32(0.0), block, tile
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -85,13 +85,15 @@ def expert_rows(
     tail: cutlass.Constexpr[bool],
     experts: Int32,
     ranges: cutlass.Constexpr[bool] = False,
+    padded: cutlass.Constexpr[bool] = False,
 ) -> tuple[Int32, Int32]:
     """First row and row count of an expert; with ``tail``, expert E has the rows after the last expert's, up to
     ``rows``.
 
     With ``ranges``, the rows of experts 0 to E need not follow each other. ``offsets`` has blocks of E + 1 first rows,
     E + 1 ends, a counter of tiles, and the word that `wait_for_rows` reads. Expert e of block i has the number ``i * (E
-    + 1) + e``.
+    + 1) + e``. ``padded``: after the blocks, ``offsets`` has the paddings of `RowRanges`. Then expert E of the last
+    block has the rows up to ``rows``, as without ranges.
     """
     first, end = Int32(0), Int32(0)
     if const_expr(ranges):
@@ -99,6 +101,9 @@ def expert_rows(
         at = expert + expert // size * (size + 2)
         if at + size < cute.size(offsets):  # else it is past the last block
             first, end = offsets[at], offsets[at + size]
+            if const_expr(padded):
+                if expert == blocks_of_ranges(offsets, experts) * size - 1:
+                    end = cutlass.max(rows, end)
     else:
         if expert < experts + (1 if tail else 0):
             if expert > 0:
@@ -107,6 +112,11 @@ def expert_rows(
             if expert < experts:
                 end = offsets[expert]
     return first, end - first
+
+
+def blocks_of_ranges(offsets: cute.Tensor, experts: Int32) -> Int32:
+    """Number of blocks of `expert_rows`. After them, there may be E + 1 more elements."""
+    return cute.size(offsets) // (2 * (experts + 1) + 2)
 
 
 @cute.jit
@@ -337,26 +347,27 @@ def schedule_ragged_m(
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, RING_STAGES)
     lane = cute.arch.lane_idx()
     last = cute.size(offsets)  # the number of the last expert: that of the tail
+    padded: cutlass.Constexpr[bool] = ranges and kind is TileWithBlock
     if const_expr(ranges):
-        last = cute.size(offsets) // (2 * (experts + 1) + 2) * (experts + 1) - 1
+        last = blocks_of_ranges(offsets, experts) * (experts + 1) - 1
     else:
         experts = last
     there = Int32(0)  # blocks of ranges whose rows have arrived
     tile, turn = share.cluster, Int32(0)
     chunk, before = Int32(0), Int32(0)  # the chunk's first expert; tiles of all earlier chunks
-    _, count = expert_rows(offsets, rows, lane, True, experts, ranges)
+    _, count = expert_rows(offsets, rows, lane, True, experts, ranges, padded)
     ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
     blocks = Int32(0)  # of 128 rows, of this lane's expert and all earlier ones
-    if const_expr(kind is TileWithBlock):
+    if const_expr(kind is TileWithBlock and not ranges):
         blocks = inclusive_sum(cute.ceil_div(count, SCALE_BLOCK), lane)
     while chunk <= last:
         total = cute.arch.shuffle_sync(ends, 31)
         if tile >= before + total:
             chunk += 32
             before += total
-            _, count = expert_rows(offsets, rows, chunk + lane, True, experts, ranges)
+            _, count = expert_rows(offsets, rows, chunk + lane, True, experts, ranges, padded)
             ends = inclusive_sum(cluster_tiles(count, tiles_n, tile_m), lane)
-            if const_expr(kind is TileWithBlock):
+            if const_expr(kind is TileWithBlock and not ranges):
                 earlier = cute.arch.shuffle_sync(blocks, LANES - 1)
                 blocks = earlier + inclusive_sum(cute.ceil_div(count, SCALE_BLOCK), lane)
         else:
@@ -374,10 +385,14 @@ def schedule_ragged_m(
             row_tiles = (own + tile_m - 1) // tile_m
             row_tile, column, left_over = place_pairs(local, row_tiles, tiles_n, share.band, share.rank_m, expert)
             row = row_tile * tile_m
-            first, _ = expert_rows(offsets, rows, number, True, experts, ranges)  # again: registers are scarce here
+            # again: registers are scarce here
+            first, _ = expert_rows(offsets, rows, number, True, experts, ranges, padded)
             depth = Int32(0) if expert == experts else k_tiles
             found = Tile(expert, first + row, own - row, column, Int32(left_over), depth)
-            if const_expr(kind is TileWithBlock):
+            if const_expr(padded):
+                padding = offsets[blocks_of_ranges(offsets, experts) * (2 * (experts + 1) + 2) + expert]
+                found = TileWithBlock(*found, (first + row + padding) // SCALE_BLOCK)  # type: ignore[assignment]
+            elif const_expr(kind is TileWithBlock):
                 start = cute.arch.shuffle_sync(blocks, owner) - cute.ceil_div(own, SCALE_BLOCK)
                 found = TileWithBlock(*found, start + row // SCALE_BLOCK)  # type: ignore[assignment]
             if const_expr(kind is TileWithCounter):
