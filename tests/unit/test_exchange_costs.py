@@ -57,7 +57,7 @@ def test_sums_leave_in_halves_if_a_half_fills_tiles_of_several_experts_of_a_toke
 def test_a_product_begins_with_more_experts_if_rows_are_copied_after_their_arrival():
     group, tokens, row_bytes, chosen, experts, flops = second_layer(QWEN)
     copies_us = arriving_codes.us_of_copies(group, tokens, row_bytes // 2, chosen)
-    given = group, tokens, row_bytes // 2, chosen, experts, flops, beside.FP8_TFLOPS
+    given = group, tokens, row_bytes // 2, chosen, experts, 2 * flops, beside.FP8_TFLOPS  # of the first layer
     assert beside.experts_beside(*given, copies_us) > beside.experts_beside(*given)
     assert arriving_codes.us_of_copies(group, 2 * tokens, row_bytes // 2, chosen) == 2 * copies_us
 
