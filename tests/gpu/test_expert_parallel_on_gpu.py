@@ -18,7 +18,7 @@ from kit.two_ranks import Ranks
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.builtin_rules.exchange import beside
+from fusedmoe.builtin_rules.exchange import arriving_codes, beside
 from fusedmoe.expert_parallel.engine import Wanted
 from fusedmoe.expert_parallel.wire import packed
 from fusedmoe.kernels.exchange.layout import BEGIN, CONTROL_BYTES, END, TELL
@@ -57,6 +57,7 @@ def on_device(rank, quick=False, by_experts=False, own_first=False):
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
     torch.cuda.set_device(rank % torch.cuda.device_count())
     beside.QUICK_US, beside.MEMORY_GB_S = (1e9, 3000) if quick else (0.0, 1e12)
+    arriving_codes.LEAST_TILES = 0
 
 
 _made = {}
@@ -245,17 +246,18 @@ def with_engines(rank, tokens, chosen, quick, recipe="bf16", wire=None, capacity
     without_product = hopper_ranks.GRADIENTS_AS_CODES
     if wire is not None:
         overlaps = (*overlaps, hopper_ranks.ARRIVING_CODES, hopper_ranks.ARRIVING_GRADIENTS, without_product)
-    found = {}
+    found, used = {}, {}
     for engine in ("allgather", "symmetric"):
         for disabled in (overlaps, others):
             with fm.disabled(*disabled), fm.recipe(recipe):
                 made = layer(exchange(engine, wire=wire, capacity=capacity), rank, chosen=chosen)
                 found[engine, disabled] = results(made, x, grad)
-                used = {step.rule for step in made.explain(x).steps}
+                used[engine] = {step.rule for step in made.explain(x).steps}
     for got in found.values():
         assert_same(got, found["allgather", overlaps])
     assert got[0].any() or not tokens[rank]
-    assert used >= {*overlaps} - {without_product}
+    assert used["symmetric"] >= {*overlaps} - {without_product}
+    assert wire is None or without_product in used["allgather"]
     return [exchange(engine, wire=wire, capacity=capacity).dropped() for engine in ("allgather", "symmetric")]
 
 
@@ -276,6 +278,14 @@ def test_layers_in_fp8_have_the_bits_of_allgather(ranks, tokens):
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_layers_whose_tokens_travel_as_codes_have_the_bits_of_separate_steps(ranks, tokens, quick):
     ranks.run(with_engines, TOKENS[tokens], CHOSEN, quick, "fp8_block", torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("capacity", [0.6, 1.5])
+def test_layers_with_a_capacity_whose_tokens_travel_as_codes(ranks, capacity):
+    given = TOKENS["uneven"], CHOSEN, False, "fp8_block", torch.float8_e4m3fn, capacity
+    for by_copies, by_kernels in ranks.run(with_engines, *given):
+        assert by_copies == by_kernels
+        assert (by_copies > 0) is (capacity < 1)
 
 
 def single_exchanges_of_codes(rank):

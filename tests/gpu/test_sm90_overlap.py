@@ -47,7 +47,7 @@ def test_ranges(experts, ranks, divided):
     tokens = 960
     for rank in {0, ranks // 2, ranks - 1}:
         tile = 128 if rank else 256
-        settings = rank, ranks, tokens, divided, rank > 0, tile, rank < ranks - 1
+        settings = rank, ranks, tokens, divided, rank > 0, tile, 0 < rank < ranks - 1
         check_ranges(*routed(tokens, 4, experts, seed=experts), *settings, arrivals=5, leaving=rank == 0)
 
 
@@ -111,8 +111,36 @@ def test_products_by_ranges(gather, waits):
             assert torch.equal(a, b)
 
 
+def of_codes(derivative, experts, rows):
+    """The first layer with its activation, or the second layer's gradient: ``bind(codes, options, **how)``, whose
+    product takes codes and offsets, or parts.
+    """
+    of_weight = torch.randn(experts, 128 if derivative else 256, 144).to(DEVICE, BF16)
+    of_weight = quantize(of_weight, fp8_block(across=128))
+    weight = Codes(of_weight.data, products.with_strides(of_weight.scale))
+    p, scale = torch.randn(rows, 256).to(DEVICE, BF16), torch.rand(rows).to(DEVICE)
+
+    def bind(codes, options, **how):
+        if derivative:
+            run = products.bind_grouped_gemm_activation_backward_codes(
+                codes, weight, p, scale, SWIGLU, fp8_block(), (True, True, True), True, options, **how
+            )
+            return lambda codes, parts: _flat(run(codes, weight, parts, p, scale))
+        bind_product = partial(products.bind_grouped_gemm_activation, quantized=fp8_block())
+        run = bind_product(codes, weight, None, None, SWIGLU, True, options, **how)
+        return lambda codes, parts: run(codes, weight, None, parts, None)
+
+    return bind
+
+
+def _flat(results):
+    forms, total = results
+    return *(t for form in forms for t in form), total
+
+
+@pytest.mark.parametrize("derivative", [False, True])
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=needs_gpu)])
-def test_codes_that_arrive_beside_a_product(waits):
+def test_codes_that_arrive_beside_a_product(waits, derivative):
     """Codes of tokens are copied to the rows of their slots, and a product in FP8 follows the rows of each rank.
     ``waits``: another stream writes the tokens of one rank after the other, and adds to the word of each.
     """
@@ -122,23 +150,20 @@ def test_codes_that_arrive_beside_a_product(waits):
     routing = torch.rand(tokens, chosen).to(DEVICE)
     _, _, row_of_slot, _, token_of_row, offsets = bind_route(ids, routing, experts)(ids, routing)
     row_of_slot = row_of_slot.view(tokens, chosen)
-    x, gate_up = torch.randn(tokens, 144).to(DEVICE, BF16), torch.randn(experts, 256, 144).to(DEVICE, BF16)
-    of_tokens, of_weight = quantize(x, fp8_block()), quantize(gate_up, fp8_block(across=128))
+    of_tokens, rows = quantize(torch.randn(tokens, 144).to(DEVICE, BF16), fp8_block()), len(token_of_row)
     codes, scale = of_tokens.data, of_tokens.scale.contiguous()
-    weight = Codes(of_weight.data, products.with_strides(of_weight.scale))
-    rows = len(token_of_row)
     scatter = exchange_functions.bind_scatter(codes, scale, row_of_slot, RANK, RANKS, rows)
     with nan_in_new_tensors():
         once = Codes(*scatter(codes, scale, row_of_slot))
     for part, given in zip(once, (codes, scale), strict=True):
         ends = int(offsets[-1])
         assert torch.equal(part[:ends].float(), given.float()[token_of_row[:ends]])
-    bind = partial(products.bind_grouped_gemm_activation, quantized=fp8_block())
-    settings = weight, None, None, SWIGLU, True
-    want = bind(once, *settings, DEFAULT)(once, weight, None, offsets, None)
+    bind = of_codes(derivative, experts, rows)
+    want = bind(once, DEFAULT)(once, offsets)
     # SMs for `Scatter`, and for the stream that writes
-    product = bind(once, *settings, replace(DEFAULT, sm_margin=exchange_functions.SCATTER_SMS + 4), ranges=True)
-    ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens)
+    product = bind(once, replace(DEFAULT, sm_margin=exchange_functions.SCATTER_SMS + 4), ranges=True)
+    of_product = (None, True, 256, True) if derivative else ()
+    ranges = row_functions.bind_row_ranges(offsets, token_of_row, RANK, RANKS, tokens, *of_product)
     each = tokens // RANKS
     of_others = [slice(r * each, (r + 1) * each) for r in ((RANK + step) % RANKS for step in range(1, RANKS))]
     for _ in range(5 if waits else 1):
@@ -148,7 +173,7 @@ def test_codes_that_arrive_beside_a_product(waits):
                 late[0].view(torch.uint8)[there], late[1][there] = 0x7F, torch.nan
         arrived = torch.full((RANKS, 1), -arrivals if waits else 0, dtype=torch.int32, device=DEVICE)
         blocks = ranges(offsets, token_of_row, exchange_functions.SCATTER_ARRIVALS)
-        words = blocks.view(RANKS, -1)
+        words = blocks[: RANKS * (2 * (experts + 1) + 2)].view(RANKS, -1)
         with nan_in_new_tensors():
             found = scatter(*late, row_of_slot, None, arrived)
             if waits:
@@ -163,7 +188,7 @@ def test_codes_that_arrive_beside_a_product(waits):
                         arrived[step] += 1
         # without a launch between both
         scatter(*late, row_of_slot, found, arrived, words)
-        got = product(Codes(*found), weight, None, [Part(blocks, beside=True)], None)
+        got = product(Codes(*found), [Part(blocks, beside=True)])
         if waits:
             torch.cuda.current_stream().wait_stream(side)
         assert not words[1:, -1].any()

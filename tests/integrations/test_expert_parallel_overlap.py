@@ -10,6 +10,7 @@ from kit.expert_parallel_ranks import alone, on_each
 from kit.hopper_ranks import (
     ARRIVING_CODES,
     ARRIVING_GRADIENTS,
+    EXPERTS,
     FP8_OTHERS,
     FP8_OVERLAPS,
     GRADIENTS_AS_CODES,
@@ -19,6 +20,7 @@ from kit.hopper_ranks import (
 )
 
 import fusedmoe as fm
+from fusedmoe.numerics.formats import E5M2, Quantizer, fp8_block
 
 pytestmark = pytest.mark.distributed
 
@@ -28,7 +30,7 @@ EVEN, UNEVEN = (50, 50), (37, 50)
 @on_each
 def compare(
     ep, tokens, training=True, main_grad=False, divided=None, disabled=(OTHERS,) * 4, symmetric=None, quick=False,
-    fp8=False, weights=None, autocast=False, by_experts=False, own_first=False,
+    fp8=False, weights=None, autocast=False, by_experts=False, own_first=False, capacity=None, least_tiles=0,
 ):  # fmt: skip
     """Results with overlaps, which are those without them bit for bit; the names of the rules that ran, how many ran in
     ranges of rows, and the numbers of blocks of their launches.
@@ -38,7 +40,8 @@ def compare(
     whether the exchange of so few tokens is taken as quick. ``fp8``: whether the recipe is "fp8_block". ``weights``:
     the dtype of routing weights of the caller. ``autocast``: whether autocast casts the weights, which are fp32.
     ``by_experts``: whether products follow arriving rows by blocks of experts, although there are few; ``own_first``:
-    then own rows first, and sums leave in halves, although there are few rows.
+    then own rows first, and sums leave in halves, although there are few rows. ``capacity``: that of ``ep``.
+    ``least_tiles``: of an expert's own rows, if the derivative of codes follows ranks.
     """
     kernels = hopper.stand_ins()
     from fusedmoe.builtin_rules.exchange import arriving, arriving_codes, beside, leaving
@@ -49,7 +52,7 @@ def compare(
     arriving.experts_beside = arriving_codes.experts_beside = leaving.experts_beside = given
     # few tokens, as if they were many; or as few as they are
     beside.QUICK_US, beside.MEMORY_GB_S = (6.0, 3000) if quick else (0.0, 1e12)  # a rank runs several tests
-    arriving_codes.LEAST_TILES = 1 if quick else 0
+    arriving_codes.LEAST_TILES = 1 if quick else least_tiles
     beside.LEAST_BLOCKS = 2 if by_experts else 1000
     beside.OWN_TILES = beside.HALF_TILES = beside.HALF_EXPERTS = 0 if own_first else 1000
     count, sizes, before = tokens[ep.rank], (128, 128) if fp8 else (), hopper.kernels_ran.copy()
@@ -62,7 +65,8 @@ def compare(
         other = ep
         if symmetric is not None:
             stack.enter_context(hopper.on_cpus(*symmetric))
-            other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST, dispatch_dtype=ep.dispatch_dtype)
+            more = {} if capacity is None else {"capacity": capacity, "overflow": "drop"}
+            other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST, dispatch_dtype=ep.dispatch_dtype, **more)
         stack.enter_context(fm.disabled(*disabled[ep.rank]))
         for _ in range(1 if symmetric is None else 2):  # the second layer finds the buffers of the first
             kernels.calls.clear()
@@ -241,6 +245,86 @@ def test_codes_that_arrive_are_the_operand_of_the_product(hopper_ranks, folder, 
         assert used == {ARRIVING_CODES, "sm90.fp8_gemm_of_leaving_rows"} | backward
         assert launched == (2 + training if by_kernels else 0 if options.get("quick") else 1)
         assert (size in parts) is by_kernels
+
+
+def test_the_derivative_of_codes_waits_for_all_ranks_if_experts_have_few_own_rows(hopper_ranks, folder):
+    options = {"symmetric": (folder,), "fp8": True, "least_tiles": 1, "disabled": (FP8_OTHERS,) * 4}
+    for used, launched, _ in hopper_ranks.run(compare, 2, CODES, UNEVEN, **options)[:2]:
+        assert ARRIVING_GRADIENTS in used
+        assert launched == 2
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.2])
+def test_codes_with_a_capacity(hopper_ranks, folder, capacity):
+    options = {"symmetric": (folder,), "fp8": True, "capacity": capacity, "disabled": (FP8_OTHERS,) * 4}
+    settings = CODES | {"capacity": capacity, "overflow": "drop"}
+    for used, launched, _ in hopper_ranks.run(compare, 2, settings, UNEVEN, **options)[:2]:
+        assert {ARRIVING_CODES, ARRIVING_GRADIENTS} <= used
+        assert launched == 3
+
+
+def chain_of(ep, forward="fp8_block", grad="fp8_block", result="fp8_block", scale=True, weights=None):
+    """The experts of a layer with quantizers: of the second layer's input and gradient, and of the first one's."""
+    return fm.Sequential(
+        fm.Dispatch(EXPERTS, expert_parallel=ep),
+        fm.Quantize("fp8_block", weight="fp8_block"),
+        fm.GroupedLinear(EXPERTS // ep.ranks, 128, 256, dtype=torch.bfloat16),
+        fm.Quantize(backward=result),
+        fm.SwiGLU(),
+        *([fm.Scale("probs")] if scale else []),
+        fm.Quantize(forward, weight="fp8_block"),
+        fm.GroupedLinear(EXPERTS // ep.ranks, 128, 128, dtype=torch.bfloat16),
+        fm.Quantize(backward=grad),
+        fm.Combine(weights, expert_parallel=ep),
+    )
+
+
+@on_each
+def plans_of_arriving_gradients(ep, folder, cases):
+    """For each case, whether the rule is used, and why not. A case has options of `chain_of`, settings of the ranks,
+    and the most ranks.
+    """
+    hopper.stand_ins()
+    from fusedmoe.builtin_rules.exchange import beside
+
+    found, most = [], beside.MOST_RANKS
+    for options, settings, most_ranks in cases:
+        beside.MOST_RANKS = most_ranks
+        with hopper.on_cpus(folder), fm.recipe("bf16"), fm.disabled(*FP8_OTHERS):
+            chain = chain_of(fm.ExpertParallel(ep.group, "symmetric", **CODES | settings), **options)
+            index, weight = torch.zeros(40, 2, dtype=torch.int64), torch.zeros(40, 2, requires_grad=True)
+            x = torch.zeros(40, 128, dtype=torch.bfloat16, requires_grad=True)
+            explained = chain.explain(x, expert_index=index, expert_weight=weight)
+        attempts = [a for plan in explained.plans for a in plan.attempts if a.rule == ARRIVING_GRADIENTS]
+        found.append((ARRIVING_GRADIENTS in {step.rule for step in explained.steps}, [a.reason for a in attempts]))
+    beside.MOST_RANKS = most
+    return found
+
+
+ROTATED, SLOW_WIRE = Quantizer(fp8_block(), hadamard=True), {"combine_dtype": torch.float32}
+ANY_SCALES = fp8_block(power_of_two=False)
+PLANS = {
+    "as codes travel": ({}, {}, 32, None),
+    "without a row scale": ({"scale": False}, {}, 32, None),
+    "gradients in E5M2": ({"grad": fp8_block(E5M2)}, {}, 32, "the product reads gradients as fp8 e5m2 1x128"),
+    "scales of any size": ({"grad": ANY_SCALES}, {}, 32, "gradients have scales of any size"),
+    "rotated gradients": ({"grad": ROTATED}, {}, 32, "no kernel rotates rows"),
+    "a weight gradient in bf16": ({"grad": "fp8_block:wgrad=bf16"}, {}, 32, "wgrad.grad_output is not quantized"),
+    "a rotated input": ({"forward": ROTATED}, {}, 32, "wgrad.input is rotated"),
+    "a rotated result": ({"result": ROTATED}, {}, 32, "the gradient of the preactivation is rotated"),
+    "weights in combine": ({"scale": False, "weights": "probs"}, {}, 32, "expected DCombine, got CombineWeightGrad"),
+    "sums in fp32": ({}, SLOW_WIRE, 32, "the gradients are fp32"),
+    "many ranks": ({}, {}, 1, "2 ranks: the kernel that divides rows"),
+    "tokens in bf16": ({}, {"dispatch_dtype": None}, 32, "gradients travel in their own dtype"),
+}
+
+
+def test_plans_of_gradients_that_arrive_as_codes(hopper_ranks, folder):
+    cases = [case[:3] for case in PLANS.values()]
+    for found in hopper_ranks.run(plans_of_arriving_gradients, 2, MOST_TOKENS, folder, cases)[:2]:
+        for (name, (*_, wanted)), (used, reasons) in zip(PLANS.items(), found, strict=True):
+            assert used is (wanted is None), (name, reasons)
+            assert used or any(wanted in reason for reason in reasons), (name, reasons)
 
 
 @pytest.mark.parametrize("options", [{}, {"symmetric": True}], ids=str)

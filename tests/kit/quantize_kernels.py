@@ -7,6 +7,7 @@ import torch
 
 from fusedmoe.builtin_rules.rows.narrow_forms import bind_forms, bind_weight_forms
 from fusedmoe.builtin_rules.sm100.nvfp4_forms import bind_packed_forms
+from fusedmoe.kernels.exchange.functions import pack, unpack
 from fusedmoe.kernels.rows.quantize.block_functions import (
     bind_quantize_columns_of_codes,
     bind_quantize_rows,
@@ -195,9 +196,12 @@ def check_rows(x, which, axes=(-1, -2), offsets=None, index=None):
 
 
 def check_columns_of_codes(tokens, offsets, index):
-    """Compare with columns of the dequantized tokens. After the last expert's padding, nothing is written."""
+    """Compare with columns of the dequantized tokens, which are packed as they travel. After the last expert's padding,
+    nothing is written.
+    """
     rows = quantize(tokens, fp8_block())
-    given = rows.data, rows.scale, offsets, index
+    like = rows.data, rows.scale
+    given = *unpack(pack(*like), *like), offsets, index
     with nan_in_new_tensors():
         codes, scale = bind_quantize_columns_of_codes(*given)(*given)
     source = rows.dequantize()[index.clamp(max=len(tokens) - 1)]

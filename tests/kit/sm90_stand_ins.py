@@ -369,6 +369,9 @@ def bind_grouped_gemm_activation_backward_codes(
     _note("gemm_activation_backward_codes", grad_output, options, **what)
     if ranges:
         (part,), experts = offsets, len(weight.codes)
+        in_fp32 = row_scale is None or row_scale.dtype is torch.float32
+        assert not part.beside or in_fp32, "the product begins after the kernel that converts its row scale"
+        assert not part.beside or products.has_strides(weight.scale), "the product begins after a copy of the scales"
         blocks = part.ranges[: -(experts + 1)]
         found = _rows_of(part._replace(ranges=blocks), experts)
         offsets, paddings = torch.zeros(experts, dtype=torch.int32), part.ranges[-(experts + 1) :]

@@ -1,9 +1,11 @@
 """The keys and the arguments of launches of the Hopper GEMMs, on the CPU: the kernels only record their arguments."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from kit.poison import nan_in_new_tensors
 
 from fusedmoe.kernels.options import DEFAULT, KernelOptions
 from fusedmoe.kernels.rows.move.functions import bind_expert_blocks, bind_row_ranges
@@ -237,6 +239,17 @@ def test_a_weight_gradient_that_begins_early(launched, now, bind, schedule, besi
     assert ctas <= 124
     assert dynamic == int((beside or schedule == "dynamic") and not capturing)
     assert counter.item() == 0 or not dynamic
+
+
+@pytest.mark.parametrize(("deterministic", "want"), [(False, BESIDE), (True, 1)])
+def test_a_part_begins_in_its_turn_if_torch_fills_its_results(launched, deterministic, want):
+    """The fill is then the launch before it."""
+    x, weight, parts = zeros(R, K), zeros(E, N, K), [Part(zeros(1, dtype=INT32), beside=True)]
+    run = products.bind_grouped_gemm(x, weight, None, None, KernelOptions(), ranges=True)
+    with nan_in_new_tensors() if deterministic else nullcontext():
+        run(x, weight, None, parts, None)
+    ((_, arguments),) = launched
+    assert arguments[DYNAMIC] == want
 
 
 @pytest.mark.parametrize(("schedule", "capturing", "want"), [

@@ -1,8 +1,9 @@
 """Rules for rows that arrive from the other ranks of `ExpertParallel` as FP8 codes and scales (``dispatch_dtype``).
 
-- `sm90.fp8_gemm_activation_of_arriving_tokens`: the first layer, rank after rank. The codes are the operand of the
-  product: a kernel writes them in the order of the experts, as they arrive.
-- `sm90.fp8_dgrad_activation_of_arriving_gradients`: the same for the gradient of the second layer's rows.
+- `sm90.fp8_gemm_activation_of_arriving_tokens`: the first layer. The codes are the operand of the product. With engine
+  "symmetric", a kernel writes them in the order of the experts as they arrive, and the product follows it.
+- `sm90.fp8_dgrad_activation_of_arriving_gradients`: the same for the second layer's input gradient, with engine
+  "symmetric".
 - `sm90.gather_gradients_as_codes`: those gradients, without a product.
 
 See `beside.py`.
@@ -42,7 +43,7 @@ from fusedmoe.builtin_rules.products.fp8 import (
     check_blocks,
     check_operand,
     check_operands,
-    of_codes,
+    readable_scale,
 )
 from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import OnSm90, activation_of, check_bf16, check_dscale, decline
@@ -82,6 +83,15 @@ def _codes_like(x: Tensor, rows: int) -> Codes:
     )
 
 
+def _check_wire(quantizer: Quantizer, what: str) -> None:
+    """Decline rows that the product reads in another format than that in which they travel."""
+    format = quantizer.format
+    require(format.rule is FORMAT.rule, "%s have scales of any size, and travel with powers of two", what)
+    require(not format.amax_epsilon, "%s have amax_epsilon %s, and travel without it", what, format.amax_epsilon)
+    require(format == FORMAT, "the product reads %s as %s, and they travel as %s", what, format, FORMAT)
+    require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
+
+
 def has_own_tiles(expert_parallel: ExpertParallel, tokens: int, chosen: int, experts: int) -> bool:
     """Whether an expert has a whole tile of own rows, on average: else the derivative has nothing to begin with."""
     return tokens * chosen / (expert_parallel.ranks**2 * experts) >= LEAST_TILES * DERIVATIVE_TILE
@@ -113,8 +123,7 @@ class Fp8GemmActivationOfArrivingTokens(
         check_operands(ctx, "fc.input", "fc.weight")
         quantizer = self.quantize.quantizer
         assert quantizer is not None, "otherwise there is no step"
-        require(quantizer.format == FORMAT, "the product reads %s, and tokens travel as %s", quantizer.format, FORMAT)
-        require(not quantizer.hadamard, "no kernel rotates rows before it quantizes them yet: expected hadamard=False")
+        _check_wire(quantizer, "tokens")
         if self.of_result is not None and self.of_result.quantizer is not None:
             check_blocks(self.of_result.quantizer.format, ROWS)
 
@@ -179,14 +188,11 @@ class Fp8GemmActivationOfArrivingTokens(
         scatter = exchange_functions.bind_scatter(codes, scale, slots, ep.rank, ep.ranks, room)
         rows = codes.new_empty(room, x.shape[1], dtype=codes.dtype), block_functions.scale_like(x, room, x.shape[1])
         result = None if self.of_result is None or self.of_result.quantizer is None else self.of_result.quantizer.format
-        operands = Codes(*rows), Codes(weight, weight_scale)
+        of_weight = Codes(weight, readable_scale(weight_scale))
         factors = factor.new_empty(room, dtype=torch.float32) if scaled else None
-        product = of_codes(
-            products.bind_grouped_gemm_activation(
-                *operands, bias, factors, activation_of(self.act), "act.input" in keep, ctx.options, quantized=result,
-                ranges=not quick,
-            ),
-            *operands,
+        product = products.bind_grouped_gemm_activation(
+            Codes(*rows), of_weight, bias, factors, activation_of(self.act), "act.input" in keep, ctx.options,
+            quantized=result, ranges=not quick,
         )  # fmt: skip
         dequantize = format_functions.bind_dequantize(codes, scale, FORMAT)
         by_columns = None
@@ -197,6 +203,7 @@ class Fp8GemmActivationOfArrivingTokens(
 
         def run(x: Tensor, *given: Any) -> tuple[Tensor, ...]:
             weight, weight_scale, bias = given[count:]
+            of_weight = Codes(weight, readable_scale(weight_scale))  # no launch may come before the product
             of_rank = None
             if quantize is not None:
                 ((codes, scale),) = quantize(x)
@@ -215,7 +222,7 @@ class Fp8GemmActivationOfArrivingTokens(
             else:
                 scale, codes = arriving.unfinished(2), arriving.unfinished(3)
                 rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, 2, scatter)
-            results = product(*rows, weight, weight_scale, bias, parts, factors)
+            results = product(Codes(*rows), of_weight, bias, parts, factors)
             y, p = (results[:-1], results[-1:]) if "act.input" in keep else (results, ())
             kept = []
             if by_columns is not None or "gather.output" in keep:
@@ -266,8 +273,8 @@ class GradientsAsCodes(OnSm90, FusionRule, name="sm90.gather_gradients_as_codes"
 class Fp8DgradActivationOfArrivingGradients(
     OnFp8, FusionRule, name="sm90.fp8_dgrad_activation_of_arriving_gradients", direction="backward"
 ):
-    """The gradients of the second layer and of the activation, in FP8, while the codes of those of the results arrive.
-    The codes are the operand of the product, which follows the rows of each rank. The weight gradient comes after it:
+    """The gradients of the second layer and of the activation in FP8, while codes of the results' gradients arrive. The
+    codes are the operand of the product, which follows the rows of each rank. The weight gradient comes after it:
     its operand is quantized again by columns, from these codes.
     """
 
@@ -291,9 +298,7 @@ class Fp8DgradActivationOfArrivingGradients(
         check_operands(ctx, "dgrad.grad_output", "dgrad.weight", gradient=True)
         quantizer = self.quantize.quantizes
         assert quantizer is not None, "otherwise there is no step"
-        require(
-            quantizer.format == FORMAT, "the product reads %s, and gradients travel as %s", quantizer.format, FORMAT
-        )
+        _check_wire(quantizer, "gradients")
         for name in ("wgrad.grad_output", "wgrad.input"):
             spec = check_operand(ctx, name, ROWS, MULTIPLIES_ROWS)
             require(not spec.rotated, "%s is rotated: expected hadamard=False", name)
@@ -305,7 +310,7 @@ class Fp8DgradActivationOfArrivingGradients(
         if expert_parallel.dispatch_dtype is None:
             raise NothingToDo("gradients travel in their own dtype (dispatch_dtype), and are quantized after that")
         if not expert_parallel.engine.by_kernels:
-            raise NothingToDo("a product follows rows in FP8 with engine 'symmetric' alone")
+            raise NothingToDo("only with engine 'symmetric' does a product follow rows in FP8")
         require_few_ranks(expert_parallel)
         require(expert_parallel.combine_dtype is None, "the gradients are fp32 (combine_dtype)")
         require_row_dtype(self.dcombine.op)
@@ -351,21 +356,20 @@ class Fp8DgradActivationOfArrivingGradients(
         divided = experts_beside(ep, every, row_bytes, chosen, experts, row_flops, FP8_DERIVATIVE_TFLOPS, more_us)
         quick = is_quick(ep, us_of_step(ep, every, chosen, row_flops, FP8_DERIVATIVE_TFLOPS))
         quick |= not has_own_tiles(ep, every, chosen, experts)
-        ranges = Ranges(
-            ep, offsets, token_of_row, every, divided, zero_tail, tile=DERIVATIVE_TILE, paddings=True
-        )  # fmt: skip
+        ranges = None
+        if not quick:
+            ranges = Ranges(
+                ep, offsets, token_of_row, every, divided, zero_tail, tile=DERIVATIVE_TILE, paddings=True
+            )  # fmt: skip
         codes, scale = _codes_like(dy, every)
         scatter = exchange_functions.bind_scatter(codes, scale, row_of_slot, ep.rank, ep.ranks, room)
         rows = codes.new_empty(room, hidden, dtype=codes.dtype), block_functions.scale_like(dy, room, hidden)
         by_rows, by_columns = (name in ctx.keep for name in FORMS[:2])
-        operands, of_scale = (Codes(*rows), Codes(weight, weight_scale)), self.scale_grad is not None
+        of_weight, of_scale = Codes(weight, readable_scale(weight_scale)), self.scale_grad is not None
         factors = None if factor is None else torch.empty_like(factor, dtype=torch.float32)
-        product = of_codes(
-            products.bind_grouped_gemm_activation_backward_codes(
-                *operands, preactivation, factors, activation_of(self.dact.op), self._quantizer.format,
-                (by_rows, by_columns, True), of_scale, ctx.options, ranges=not quick,
-            ),
-            *operands,
+        product = products.bind_grouped_gemm_activation_backward_codes(
+            Codes(*rows), of_weight, preactivation, factors, activation_of(self.dact.op), self._quantizer.format,
+            (by_rows, by_columns, True), of_scale, ctx.options, ranges=not quick,
         )  # fmt: skip
         quantize_columns = block_functions.bind_quantize_columns_of_codes(codes, scale, offsets, token_of_row)
         padded = padded_rows(room, experts, SCALE_BLOCK)
@@ -379,18 +383,19 @@ class Fp8DgradActivationOfArrivingGradients(
             dy, gathered_index, rank_experts, row_of_slot, token_of_row, weight, weight_scale, *others = tensors
             offsets, preactivation, factor = others
             main_grad, factors, of_rank = wgrad.main_grad(), as_fp32(factor), None
+            of_weight = Codes(weight, readable_scale(weight_scale))  # no launch may come before the product
             if quantize is not None:
                 ((codes, scale),) = quantize(dy)
                 of_rank = [scale, codes]
             arriving = dback.start(dy, gathered_index, rank_experts, of_rank)
             parts: Any
-            if quick:
+            if ranges is None:
                 scale, codes = arriving.wait(0), arriving.wait(1)
                 rows, parts = scatter(codes, scale, row_of_slot), offsets
             else:
                 scale, codes = arriving.unfinished(0), arriving.unfinished(1)
                 rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, 0, scatter)
-            forms, grad_factor = product(*rows, weight, weight_scale, parts, preactivation, factors)
+            forms, grad_factor = product(Codes(*rows), of_weight, parts, preactivation, factors)
             *of_grad, again = forms
             columns = quantize_columns(codes, scale, offsets, token_of_row)
             grad_weight = wgrad(main_grad, Codes(*columns), Codes(*again), offsets)

@@ -49,7 +49,7 @@ QUICK_US = 6.0  # of the product of a rank's rows, for which nothing is hidden
 LATENCY_US, LINK_GB_S = 20, 330
 TFLOPS, DERIVATIVE_TFLOPS, FP8_TFLOPS, FP8_DERIVATIVE_TFLOPS, MEMORY_GB_S = 650, 475, 1000, 600, 3000
 MARGIN, FEW_ROWS_MARGIN = 1.15, 0.5
-# of sums that leave beside a product: the bytes that leave; and those that an SM beside a product reads and writes
+# GB/s: of sums that leave beside a product; of an SM that sums or copies beside a product
 LEAVING_GB_S, SM_GB_S = 310, 40
 SMS = 132  # of an H100
 TILE = 128  # rows
@@ -222,7 +222,8 @@ class Ranges:
     - ``own_first``: of a product that follows arriving rows by experts, whether this rank's rows come first; see
       `own_rows_first`.
     - ``halves``: of a product whose sums leave by experts, whether it computes the tokens in halves; see `in_halves`.
-    - ``tile``, ``paddings``: by ranks, as for `bind_row_ranges`; with ``paddings``, of `scattered` alone.
+    - ``tile``, ``paddings``: for ranges by ranks, see `bind_row_ranges`. With ``paddings``, only `scattered` may be
+      called.
 
     The parts that the methods give are those that a product takes with ``ranges``, see `products.bind_grouped_gemm`.
     """

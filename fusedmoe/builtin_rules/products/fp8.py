@@ -95,6 +95,11 @@ def _copied(codes: Tensor) -> Tensor:
     return codes if are_readable(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
+def readable_scale(scale: Tensor) -> Tensor:
+    """Return scales, or a copy of them if the kernels cannot read their strides, as plain PyTorch makes them."""
+    return scale if has_strides(scale) else with_strides(scale)
+
+
 def of_codes(product: Run, a: Codes, b: Codes) -> Run:
     """Return a function of the codes and scales of two operands, and other tensors, that runs a product of both
     operands. If the kernels cannot read scales like these, as plain PyTorch makes them, it runs on copies.

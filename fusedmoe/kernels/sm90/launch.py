@@ -137,9 +137,10 @@ def may_begin_beside(device: torch.device, beside: bool) -> bool:
 
     Such a product has only some of the SMs at first, so it draws its tiles. Without tile counters, it begins in its
     turn. The launch before it uses no counter, and begins after all earlier ones have ended. So the product has the
-    counter of the stream to itself.
+    counter of the stream to itself. With deterministic algorithms, torch fills new tensors: the launch before the
+    product is then the fill of its results, so it begins in its turn.
     """
-    return beside and tile_counters(device) is not None
+    return beside and not torch.are_deterministic_algorithms_enabled() and tile_counters(device) is not None
 
 
 def no_counter(device: torch.device) -> Tensor:

@@ -290,7 +290,8 @@ def bind_grouped_gemm_activation_backward_codes(
     A form is codes and scales, with shapes and strides as by `block_functions.bind_quantize_rows`. ``quantized`` is the
     format of the gradient, with scales that are powers of two. The output is E4M3. I is a multiple of 128.
 
-    - ``ranges``: as for `bind_grouped_gemm`: a part has all blocks of `bind_row_ranges`, with ``paddings``.
+    - ``ranges``: as for `bind_grouped_gemm`, but with a single part: all blocks of `bind_row_ranges`, with
+      ``paddings``.
     """
     (rows, features), (experts, outputs, _) = preactivation.shape, weight.codes.shape
     scaled = want_row_scale_grad or row_scale is not None

@@ -85,7 +85,7 @@ def bind_row_ranges(
       those of no expert, are in the last block.
     - ``zero_tail``: whether a block has the rows of no expert.
     - ``tile``: the rows of a row tile.
-    - ``paddings``: for a product with results by columns, see `RowRanges`.
+    - ``paddings``: for a product with results by columns, see `RowRanges`; not if rows leave.
     - ``leaving``: the blocks are in the reverse order. Blocks 0 to i then have all rows of rank ``(rank - 1 - i) % P``.
     - ``arrivals``: how often 1 is added to a word until the rows of its rank are there. The word of block 0 is 0, all
       others are ``-arrivals``. Consecutive blocks are an argument of a product. Before a block, it waits until no word
@@ -103,6 +103,7 @@ def bind_row_ranges(
     kernel = load(RowRanges(tile))
 
     def run(offsets_E: Tensor, token_of_row: Tensor, arrivals: int = 0, leaving: bool = False) -> Tensor:
+        assert not (paddings and leaving), "the scheduler takes the last block for that with the tail"
         blocks = offsets_E.new_empty(size)
         kernel(offsets_E, token_of_row, blocks, rank, ranks, each, of_experts, -arrivals, leaving, zero_tail, 0)
         return blocks

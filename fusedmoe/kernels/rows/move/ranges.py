@@ -32,8 +32,8 @@ adds when results are in memory, and a *word*, which tells a product that rows h
 of the steps, in which rows arrive, or in the reverse order, in which they *leave*: a rank's rows are in the blocks up
 to its own, in either order.
 
-After the blocks by ranks, the vector may have E + 1 more elements, the *paddings*: how many rows the experts before
-this one are padded with, if the rows of each begin at a multiple of 128. Results by columns need them.
+After the blocks by ranks, the vector may have E + 1 more elements, the *paddings*. Element e is the number of padding
+rows before the rows of expert e, if each expert's rows begin at a multiple of 128. Results by columns need them.
 
 A warp has one expert, and its lane q searches b(q): there are at most 32 ranks.
 

@@ -95,10 +95,10 @@ def bind_quantize_rows(
 def bind_quantize_columns_of_codes(
     codes_TK: Tensor, scale_TB: Tensor, offsets_E: Tensor, index_R: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Form]:
-    """Return a function of ``(codes, scale, offsets, index)``: the column codes and scale of `bind_quantize_rows` of
-    the tokens that these codes are of, dequantized to bf16, without ``zero_tail``, in one launch.
+    """Return a function of ``(codes, scale, offsets, index)``. It dequantizes tokens to bf16, and returns the column
+    codes and scale that `bind_quantize_rows` gives of them with ``zero_tail=False``. It is one launch.
 
-    - ``codes_TK``: E4M3, unit stride in K, the pitch and the address multiples of 16 bytes, as of `fp8_block`.
+    - ``codes_TK``: E4M3 in the format `fp8_block()`, unit stride in K, the pitch and the address multiples of 16 bytes.
     - ``scale_TB``: (T, ceil(K / 128)) fp32, powers of two.
     - ``offsets_E``, ``index_R``: as for `bind_quantize_rows`.
     """

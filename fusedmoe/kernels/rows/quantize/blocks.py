@@ -472,7 +472,7 @@ class QuantizeRows(_Tiles):
 
 @dataclass(frozen=True)
 class QuantizeColumnsOfCodes(QuantizeRows):
-    """Column codes of rows that are tokens' through an index, of E4M3 codes with scales that are powers of two."""
+    """Column codes of gathered rows. The source has E4M3 codes by rows, with scales that are powers of two."""
 
     dtype: str = "bf16"
     element: str = "e4m3"
