@@ -9,6 +9,7 @@
 See `beside.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,13 +50,15 @@ from fusedmoe.builtin_rules.products.weight_gradient import of_rows
 from fusedmoe.builtin_rules.requirements import OnSm90, activation_of, check_bf16, check_dscale, decline
 from fusedmoe.builtin_rules.rows.dispatch import require_row_dtype
 from fusedmoe.expert_parallel import ExpertParallel
+from fusedmoe.expert_parallel.engine import Pending
 from fusedmoe.expert_parallel.wire import FORMAT
 from fusedmoe.fusion.language.rule import FusionRule, NothingToDo, PlanContext, Run, Step, require
 from fusedmoe.kernels.exchange import functions as exchange_functions
 from fusedmoe.kernels.rows.move import slot_functions
 from fusedmoe.kernels.rows.quantize import block_functions, format_functions
+from fusedmoe.kernels.rows.quantize.block_functions import Form
 from fusedmoe.kernels.sm90 import limits, products
-from fusedmoe.kernels.sm90.launch import Codes
+from fusedmoe.kernels.sm90.launch import Codes, Part
 from fusedmoe.kernels.sm90.tiles.config import SCALE_BLOCK
 from fusedmoe.numerics.expert_rows import padded_rows
 from fusedmoe.numerics.formats import Quantizer
@@ -81,6 +84,23 @@ def _codes_like(x: Tensor, rows: int) -> Codes:
     return Codes(
         x.new_empty(rows, x.shape[1], dtype=FORMAT.element.dtype), x.new_empty(rows, blocks, dtype=torch.float32)
     )
+
+
+def _arrived(
+    arriving: Pending, number: int, ranges: Ranges | None, scatter: Callable[..., Form], offsets: Tensor,
+    token_of_row: Tensor, row_of_slot: Tensor,
+) -> tuple[Tensor, Tensor, Codes, Tensor | list[Part]]:  # fmt: skip
+    """Return the codes and scales of tokens, those of the rows, and the offsets of a product; or, with ``ranges``, the
+    parts of a product that follows them. The tokens are then there after the product.
+
+    - ``number``: as for `Ranges.scattered`.
+    """
+    if ranges is None:
+        scale, codes = arriving.wait(number), arriving.wait(number + 1)
+        return codes, scale, Codes(*scatter(codes, scale, row_of_slot)), offsets
+    scale, codes = arriving.unfinished(number), arriving.unfinished(number + 1)
+    rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, number, scatter)
+    return codes, scale, Codes(*rows), parts
 
 
 def _check_wire(quantizer: Quantizer, what: str) -> None:
@@ -215,14 +235,8 @@ class Fp8GemmActivationOfArrivingTokens(
             _, probs, row_of_slot, _, token_of_row, offsets = provided
             factors = as_fp32(probs) if scaled else None
             row_of_slot = row_of_slot.view(index.shape)
-            parts: Any
-            if ranges is None:
-                scale, codes = arriving.wait(2), arriving.wait(3)
-                rows, parts = scatter(codes, scale, row_of_slot), offsets
-            else:
-                scale, codes = arriving.unfinished(2), arriving.unfinished(3)
-                rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, 2, scatter)
-            results = product(Codes(*rows), of_weight, bias, parts, factors)
+            codes, scale, rows, parts = _arrived(arriving, 2, ranges, scatter, offsets, token_of_row, row_of_slot)
+            results = product(rows, of_weight, bias, parts, factors)
             y, p = (results[:-1], results[-1:]) if "act.input" in keep else (results, ())
             kept = []
             if by_columns is not None or "gather.output" in keep:
@@ -388,14 +402,8 @@ class Fp8DgradActivationOfArrivingGradients(
                 ((codes, scale),) = quantize(dy)
                 of_rank = [scale, codes]
             arriving = dback.start(dy, gathered_index, rank_experts, of_rank)
-            parts: Any
-            if ranges is None:
-                scale, codes = arriving.wait(0), arriving.wait(1)
-                rows, parts = scatter(codes, scale, row_of_slot), offsets
-            else:
-                scale, codes = arriving.unfinished(0), arriving.unfinished(1)
-                rows, parts = ranges.scattered(offsets, token_of_row, row_of_slot, arriving, 0, scatter)
-            forms, grad_factor = product(Codes(*rows), of_weight, parts, preactivation, factors)
+            codes, scale, rows, parts = _arrived(arriving, 0, ranges, scatter, offsets, token_of_row, row_of_slot)
+            forms, grad_factor = product(rows, of_weight, parts, preactivation, factors)
             *of_grad, again = forms
             columns = quantize_columns(codes, scale, offsets, token_of_row)
             grad_weight = wgrad(main_grad, Codes(*columns), Codes(*again), offsets)

@@ -150,6 +150,15 @@ def largest_and_no_infinity(values, dtype: cutlass.Constexpr[str]):
 
 
 @cute.jit
+def zero_outside(values, strip, valid, vector, vectors):
+    """Zeros in place of a thread's values after ``valid`` rows of the tile, and after the last of the columns."""
+    if strip + STRIP > valid or vector >= vectors:
+        for i in cutlass.range_constexpr(STRIP):
+            if strip + i >= valid or vector >= vectors:
+                values[i].fill(0.0)
+
+
+@cute.jit
 def load_tile(x, index, first, valid, vector):
     """A thread's values: a vector of 8 columns of each row of its strip; zeros after ``valid`` rows of the tile.
 
@@ -168,10 +177,7 @@ def load_tile(x, index, first, valid, vector):
         for i in cutlass.range_constexpr(STRIP):
             at = cute.local_tile(x[numbers[i], None], (VECTOR,), (inside,))
             cute.autovec_copy(at, values[i], l1c_evict_priority=CacheEvictionPriority.NO_ALLOCATE)
-    if strip + STRIP > valid or vector >= vectors:
-        for i in cutlass.range_constexpr(STRIP):
-            if strip + i >= valid or vector >= vectors:
-                values[i].fill(0.0)
+    zero_outside(values, strip, valid, vector, vectors)
     return values
 
 
@@ -193,10 +199,7 @@ def load_tile_of_codes(x, scale, index, first, valid, vector, block, element: cu
         for i in cutlass.range_constexpr(STRIP):
             wide = cute.recast_tensor(held[i], CODES[element]).load().to(Float32) * scales[i]
             values[i].store(wide.to(cutlass.BFloat16))
-    if strip + STRIP > valid or vector >= vectors:
-        for i in cutlass.range_constexpr(STRIP):
-            if strip + i >= valid or vector >= vectors:
-                values[i].fill(0.0)
+    zero_outside(values, strip, valid, vector, vectors)
     return values
 
 
