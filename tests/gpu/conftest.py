@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,9 @@ def pytest_collection_modifyitems(items):
             emulated = EMULATED and getattr(item.module, "pytestmark", None) is needs_hopper
             if not (capable or emulated):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU of compute capability 9.x or 10.x"))
+    # files with few tests have the longest ones: a parallel run begins with them (--maxschedchunk=1 spreads them out)
+    tests = Counter(item.path for item in items)
+    items.sort(key=lambda item: tests[item.path] if HERE in item.path.parents else 0)
 
 
 @pytest.fixture(scope="session", autouse=EMULATED)
@@ -47,7 +51,8 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish(session):
     target = session.config.getoption("--results")
-    if not target or not _outcomes:
+    is_worker = hasattr(session.config, "workerinput")  # of a parallel run, whose results its main process has
+    if not target or not _outcomes or is_worker:
         return
     from benchmarks.results import write  # only where results are wanted
 
