@@ -85,6 +85,7 @@ class _Entry:
     grad: StorageWeakRef | None  # of its gradient
     grad_version: float  # version counter of the gradient
     state: tuple[Any, ...]
+    collectives: object  # see `_collectives`
     strides: list[int] | None  # of the weight, see `_strides`; None if autograd never compares them
     forms: dict[int | Packed, QuantizedTensor | PackedTensor]  # by axis; empty if they were not worth their memory
     counted: bool  # whether delayed scaling has counted the weight as a step
@@ -95,8 +96,10 @@ class _Entry:
     used: bool = False  # whether a later call has found the weight unchanged
 
     def holds(self, parameter: Tensor, state: tuple[Any, ...]) -> bool:
+        # in training, the state differs in most calls: the process groups, which take the host longest, come last
         same = self.state == state and self.storage.cdata == parameter.untyped_storage()._cdata
-        return same and self.still_accumulates(parameter.grad)
+        same = same and self.still_accumulates(parameter.grad)
+        return same and self.collectives == _collectives(parameter.device)
 
     def still_accumulates(self, grad: Tensor | None) -> bool:
         """Whether the gradient has changed only by accumulation.
@@ -142,10 +145,9 @@ def _version(grad: Tensor) -> float:
 
 def _state(source: Tensor, weight: Tensor, quantizer: Quantizer) -> tuple[Any, ...]:
     stream = current_stream(weight.device) if weight.is_cuda else None
-    counts = source._version, _optimizer_steps, _collectives(source.device)
     layout = source.data_ptr(), source.dtype, source.shape, source.stride()
     # a new parameter over the same memory counts its versions from zero
-    return _parameter(source)._cdata, *counts, *layout, weight.dtype, quantizer, stream
+    return _parameter(source)._cdata, source._version, _optimizer_steps, *layout, weight.dtype, quantizer, stream
 
 
 def _strides(t: Tensor) -> list[int]:
@@ -316,7 +318,8 @@ def keep(
     state, checksum = _state(source, weight, quantizer), _checksum(source)
     forms = forms if _is_worthwhile(layer) else {}
     strides = _strides(source) if _is_dense(source) else None
-    entry = _Entry(storage, grad, version, state, strides, forms, counted, checksum, maker)
+    groups = _collectives(parameter.device)
+    entry = _Entry(storage, grad, version, state, groups, strides, forms, counted, checksum, maker)
     layer._of_process.quantized_weight = entry
 
 

@@ -76,13 +76,14 @@ def bind_quantize_rows(
         kernel = load(QuantizeRows(NAMES[x_RK.dtype], format.element.name, rows, columns, powers, *how))
 
     def run(x_RK: Tensor, offsets_E: Tensor | None = None, index_R: Tensor | None = None) -> tuple[Form, ...]:
-        bytes_ = x_RK.new_empty(0, dtype=torch.uint8)
         forms = []
         if rows:
-            forms.append((bytes_.new_empty(num_rows, columns_of_x), scale_like(x_RK, num_rows, columns_of_x)))
+            codes = x_RK.new_empty(num_rows, columns_of_x, dtype=torch.uint8)
+            forms.append((codes, scale_like(x_RK, num_rows, columns_of_x)))
         if columns:
-            codes = bytes_.new_empty(columns_of_x, -(-padded // 16) * 16)[:, :padded]
-            forms.append((codes, scale_like(x_RK, columns_of_x, padded)))
+            pitch = -(-padded // 16) * 16
+            codes = x_RK.new_empty(columns_of_x, pitch, dtype=torch.uint8)
+            forms.append((codes if pitch == padded else codes[:, :padded], scale_like(x_RK, columns_of_x, padded)))
         if kernel is not None:
             offsets = none if offsets_E is None else offsets_E
             index = none if index_R is None else index_R
@@ -225,5 +226,8 @@ def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
     The pitch of a block, and the pitch of a matrix, are multiples of 4 elements, which is 16 bytes.
     """
     pitch, blocks = -(-lines // 4) * 4, -(-length // BLOCK)
+    if pitch == lines and lines * length and len(stack) < 2:  # one call of torch in place of three
+        strides = *[blocks * pitch for _ in stack], 1, pitch
+        return x.new_empty_strided((*stack, lines, blocks), strides, dtype=torch.float32)
     stored = x.new_empty(*stack, blocks, pitch, dtype=torch.float32)
     return stored.mT[..., :lines, :]
