@@ -40,7 +40,6 @@ TOKENS = {"even": (MOST, MOST), "uneven": (MOST, 1733), "empty": (0, 900)}
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     # the host of a step takes 10 ms, or a few times more on a busy machine
     started = Ranks(tmp_path_factory.mktemp("ranks"), RANKS, patience_s=120 + 0.03 * STEPS)
     yield started
@@ -55,6 +54,7 @@ def on_device(rank, quick=False, by_experts=False, own_first=False):
     beside.LEAST_BLOCKS = 2 if by_experts else 1000
     beside.OWN_TILES = beside.HALF_TILES = beside.HALF_EXPERTS = 0 if own_first else 1000
     os.environ["FUSEDMOE_DISABLE"] = hopper_ranks.APART
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     torch.cuda.set_device(rank % torch.cuda.device_count())
     beside.QUICK_US, beside.MEMORY_GB_S = (1e9, 3000) if quick else (0.0, 1e12)
     arriving_codes.LEAST_TILES = 0
@@ -318,7 +318,6 @@ def test_exchanges_of_codes_are_those_of_allgather(ranks):
 
 
 def test_four_ranks(tmp_path):
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(tmp_path, 4)
     try:
         started.run(single_exchanges)
@@ -624,7 +623,6 @@ def lost(rank):
 
 def test_a_rank_that_does_not_come(tmp_path):
     """The others end within the time-out; their CUDA context is lost, so no wrong result can be used."""
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     started = Ranks(tmp_path)
     try:
         seconds, _ = started.run(lost)

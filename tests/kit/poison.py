@@ -26,7 +26,9 @@ def inside_nan(t, margin=None):
 
 
 def guarded_tensors(monkeypatch, owner, name, margin=8):
-    """Whatever ``owner.name`` makes has rows of 7 around it. Returns a function that checks them, and the shapes."""
+    """Whatever ``owner.name`` makes has rows of 7 around it. Returns a function that checks them, and the shapes. The
+    ``new_empty`` of tensors stands for their ``new_empty_strided`` of transposed matrices, too.
+    """
     made, original = [], getattr(owner, name)
 
     def within(*arguments, **how):
@@ -44,5 +46,11 @@ def guarded_tensors(monkeypatch, owner, name, margin=8):
                 assert (edge.contiguous().view(torch.uint8) == 7).all()
         return [(len(t) - 2 * margin, *t.shape[1:]) for t in made]
 
+    def transposed(like, shape, strides, **how):
+        assert strides == (1, shape[0])
+        return within(like, *shape[::-1], **how).mT
+
     monkeypatch.setattr(owner, name, within)
+    if (owner, name) == (torch.Tensor, "new_empty"):
+        monkeypatch.setattr(torch.Tensor, "new_empty_strided", transposed)
     return check
