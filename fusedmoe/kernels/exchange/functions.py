@@ -127,7 +127,8 @@ def unpack(rows_AW: Tensor, like_codes: Tensor, like_scale: Tensor) -> tuple[Ten
 
 def _pairs(rows: Tensor) -> Tensor:
     """Return rows of bytes as rows of 16 bits, as the kernels copy them."""
-    return rows.view(torch.bfloat16) if rows.itemsize == 1 else rows
+    dtype = _in_pairs(rows.dtype)
+    return rows if rows.dtype is dtype else rows.view(dtype)
 
 
 def _in_pairs(dtype: torch.dtype) -> torch.dtype:

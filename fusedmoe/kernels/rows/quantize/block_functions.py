@@ -220,14 +220,13 @@ def _stacked(weight: Tensor, transposed: bool) -> Tensor:
     return stacked.mT if transposed else stacked
 
 
-def scale_like(x: Tensor, lines: int, length: int, *stack: int) -> Tensor:
-    """Return an empty scale (..., lines, ceil(length / 128)) in fp32, with unit stride along ``lines``.
+def scale_like(x: Tensor, lines: int, length: int, *experts: int) -> Tensor:
+    """Return an empty scale (..., lines, ceil(length / 128)) in fp32, with unit stride along ``lines``; with a number
+    of ``experts``, one for each.
 
     The pitch of a block, and the pitch of a matrix, are multiples of 4 elements, which is 16 bytes.
     """
     pitch, blocks = -(-lines // 4) * 4, -(-length // BLOCK)
-    if pitch == lines and lines * length and len(stack) < 2:  # one call of torch in place of three
-        strides = *[blocks * pitch for _ in stack], 1, pitch
-        return x.new_empty_strided((*stack, lines, blocks), strides, dtype=torch.float32)
-    stored = x.new_empty(*stack, blocks, pitch, dtype=torch.float32)
-    return stored.mT[..., :lines, :]
+    strides = *[blocks * pitch for _ in experts], 1, pitch
+    stored = x.new_empty_strided((*experts, pitch, blocks), strides, dtype=torch.float32)
+    return stored if pitch == lines else stored[..., :lines, :]
