@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 _T = TypeVar("_T")
+NO_ROW = 2**31 - 1  # of a slot without a row: at least any R
+
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -54,6 +56,30 @@ _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRa
 def unread(device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
     """Return a tensor for an argument that a kernel neither reads nor writes. All callers share it."""
     return _made(lambda: torch.empty(shape, dtype=dtype, device=device), device)
+
+
+_first_slots: dict[tuple[torch.device, int, int], Tensor] = {}
+
+
+def row_of_first_slot(rows: int, chosen: int, device: torch.device) -> Tensor:
+    """Return the rows of slots (R, K) int64, of which the first one of row r has row r, and the others have none.
+
+    Nothing may change them. They are a part of a table that exists as long as the process, since a CUDA graph may have
+    recorded its address. Tables have powers of two of rows: together, they are at most twice as large as the largest.
+    """
+    size = 1 << max(rows - 1, 0).bit_length()
+    table = _first_slots.get((device, chosen, size))
+    if table is None:
+
+        def made() -> Tensor:
+            table = torch.full((size, chosen), NO_ROW, device=device)
+            table[:, 0] = torch.arange(size, device=device)
+            return table
+
+        table = lasting(made, device)
+        if not is_capturing(device):  # a graph fills it only when it is replayed
+            _first_slots[device, chosen, size] = table
+    return table[:rows]
 
 
 def _made(make: Callable[[], _T], device: torch.device) -> _T:

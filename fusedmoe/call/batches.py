@@ -127,10 +127,12 @@ class _Call(NamedTuple):
         named = self._named(batch, batch_of_slot, inputs)
         return self.part.chain.run(x, named, self.options, self.parameters)
 
-    def prepared(self, batch: int, batch_of_slot: Tensor, x: Tensor, inputs: Sequence[Tensor]) -> Any:
-        """Return `Chain.prepared` for a batch."""
+    def prepared(
+        self, batch: int, batch_of_slot: Tensor, x: Tensor, inputs: Sequence[Tensor], own: Sequence[Tensor | None]
+    ) -> Any:
+        """Return `Chain.prepared` for a batch, with these parameters of the ops."""
         named = self._named(batch, batch_of_slot, inputs)
-        return self.part.chain.prepared(x, named, self.options, self.parameters)
+        return self.part.chain.prepared([x, *named.values(), *own], self.options)
 
     def _named(self, batch: int, batch_of_slot: Tensor, inputs: Sequence[Tensor]) -> dict[str, Tensor]:
         named = dict(zip(self.part.chain.inputs, inputs, strict=True))
@@ -145,7 +147,8 @@ class _CheckpointedBatches(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, batch_of_slot: Tensor, x: Tensor, *others: Tensor | None) -> Tensor:
         inputs: Any = others[: len(call.part.chain.inputs)]
         ctx.call, ctx.autocast = call, autocast_dtype(x.device)
-        ctx.save_for_backward(batch_of_slot, x, *inputs)
+        # of the parameters, torch checks that nothing changes them before the backward pass
+        ctx.save_for_backward(batch_of_slot, x, *others)
         total: Tensor | None = None
         with amax.refused(_DELAYED):
             for batch in range(call.batches):
@@ -164,12 +167,13 @@ class _CheckpointedBatches(torch.autograd.Function):
         call: _Call = ctx.call
         batch_of_slot, *given = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
-        x, *inputs = [t.detach().requires_grad_(wants) for t, wants in zip(given, wanted, strict=False)]
+        first = 1 + len(call.part.chain.inputs)  # of the parameters
+        x, *inputs = [t.detach().requires_grad_(wants) for t, wants in zip(given[:first], wanted, strict=False)]
         sums: dict[int, Tensor] = {}
         autocast = nullcontext() if ctx.autocast is None else torch.autocast(x.device.type, ctx.autocast)
         for batch in range(call.batches):
             with torch.enable_grad(), autocast:  # as in the forward pass of the layer
-                plan, arguments, uncast = call.prepared(batch, batch_of_slot, x, inputs)
+                plan, arguments, uncast = call.prepared(batch, batch_of_slot, x, inputs, given[first:])
             with without_autocast(x.device):
                 kept = Kept.by(plan, arguments, uncast)
                 so_far = {

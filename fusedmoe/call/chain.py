@@ -117,10 +117,13 @@ class Chain:
         return results[0]
 
     def prepared(
-        self, x: Tensor, named: Mapping[str, Tensor], options: KernelOptions, parameters: Parameters | None
+        self, given: list[Tensor | None], options: KernelOptions
     ) -> tuple[BoundPlan, list[Tensor | None], list[Tensor | None]]:
-        """Return the plan of a call, its arguments as autocast casts them, and those before."""
-        given = self.arguments_of(x, named, parameters)
+        """Return the plan of a call with arguments like those of `arguments_of`, these as autocast casts them, and
+        those before.
+        """
+        x = given[0]
+        assert x is not None
         arguments, dtype = given, autocast_dtype(x.device)
         if dtype is not None:
             arguments = cast_arguments(given, dtype, self.casts)

@@ -212,7 +212,7 @@ class Partition:
         who = f"{group[0].label}.Dispatch: ExpertParallel(batch_rows=...)"
         if not isinstance(group[-1].module, Combine):
             raise InputError(
-                f"{who}: expected ops without hooks up to the Combine, got {group[-1].label}."
+                f"{who}: expected only ops, without hooks, up to the Combine, got {group[-1].label}."
                 f"{type(group[-1].module).__name__} as the last op of the chain"
             )
         if read := sorted(later & provides.keys()):

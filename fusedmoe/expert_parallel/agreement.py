@@ -81,10 +81,12 @@ class Agreement:
 
 
 def host_id() -> str:
-    """Return what distinguishes a host from all others."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return socket.gethostname()
+    """Return an id of the host and of the container: torch's symmetric memory names a process by its pid."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def _shared_words(group: ProcessGroup) -> Any:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import distributed as dist
 
 from fusedmoe.expert_parallel import symmetric
+from fusedmoe.expert_parallel.agreement import host_id
 from fusedmoe.expert_parallel.engine import writes_no_weight
 from fusedmoe.expert_parallel.subgroup import group_of_hosts
 
@@ -54,7 +52,7 @@ def _gathered(group: ProcessGroup) -> list[Place]:
     hosts = group_of_hosts(group)
     places = [Place("", "", None)] * group.size()
     with writes_no_weight(hosts, torch.device("cpu")):
-        dist.all_gather_object(places, place_of_this_rank(group), hosts)
+        dist.all_gather_object(places, place_of_this_rank(), hosts)
     return places
 
 
@@ -77,19 +75,10 @@ def has_nccl(group: ProcessGroup) -> bool:
         return False
 
 
-def place_of_this_rank(group: ProcessGroup) -> Place:
+def place_of_this_rank() -> Place:
     """Return the place of this rank."""
-    reason = symmetric.why_not_here(group)
-    return Place(host(), "" if reason else gpu(), reason)
-
-
-def host() -> str:
-    """Return an id of the host and of the container: torch's symmetric memory names a process by its pid."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    reason = symmetric.why_not_here()
+    return Place(host_id(), "" if reason else gpu(), reason)
 
 
 def gpu() -> str:

@@ -179,7 +179,7 @@ def _replicas(ep: ExpertParallel, group: ProcessGroup) -> ProcessGroup | None:
     if len(members) == ep.ranks:
         return None
     same = [member for member, number in zip(members, numbers, strict=True) if number == ep.rank]
-    return group_of(same)
+    return group_of(same, group)
 
 
 class Averaged:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def group_of(ranks: list[int], backend: str | None = None) -> ProcessGroup:
+def group_of(ranks: list[int], of: ProcessGroup, backend: str | None = None) -> ProcessGroup:
     """Return the process group of these ranks, which include this one. The first call makes it: a collective of them.
 
     ``new_group(use_local_synchronization=True)`` puts the number of groups that a process has made into the group's
@@ -23,6 +25,8 @@ def group_of(ranks: list[int], backend: str | None = None) -> ProcessGroup:
     ----------
     ranks
         Global ranks in the order of the group, the same list on all of them.
+    of
+        A group whose time-out the new one has.
     backend
         The backend of the group; None for that of the default group.
     """
@@ -41,7 +45,7 @@ def group_of(ranks: list[int], backend: str | None = None) -> ProcessGroup:
         kind,
         store,
         name,
-        timeout=c10d._get_default_timeout(kind),
+        timeout=_timeout(of) or c10d._get_default_timeout(kind),
         device_id=getattr(world, "bound_device_id", None),
     )
     state.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
@@ -53,5 +57,13 @@ def group_of_hosts(group: ProcessGroup) -> ProcessGroup:
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return group_of(dist.get_process_group_ranks(group), "gloo")
+        return group_of(dist.get_process_group_ranks(group), group, "gloo")
     return group
+
+
+def _timeout(group: ProcessGroup) -> timedelta | None:
+    """Return the time-out of the collectives of a group; None if torch does not tell it."""
+    for device in ("cuda", "cpu"):
+        with suppress(RuntimeError, AttributeError):  # no backend for such tensors, or one without options
+            return group._get_backend(torch.device(device)).options._timeout
+    return None

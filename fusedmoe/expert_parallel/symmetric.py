@@ -24,14 +24,14 @@ import atexit
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
 from fusedmoe.base.errors import InputError
-from fusedmoe.base.lasting import current_stream, external_stream, lasting
+from fusedmoe.base.lasting import current_stream, external_stream, row_of_first_slot
 from fusedmoe.expert_parallel.engine import Engine, Pending, Wanted, nothing
 from fusedmoe.expert_parallel.torch_symmetric import SymmetricBuffer, why_not
 from fusedmoe.kernels.exchange import functions
@@ -50,13 +50,16 @@ from fusedmoe.kernels.exchange.layout import (
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+_T = TypeVar("_T")
+
 # Of `Pull`, an even number. On four H100s, 8 SMs read 292 GB/s from three ranks in turn, 12 and 16 read 297 GB/s.
 PULL_SMS = 12
+MOST_KINDS = 1024  # of exchanges, of which an engine keeps the kernels
 
 
-def why_not_here(group: ProcessGroup) -> str | None:
+def why_not_here() -> str | None:
     """Return the reason why this rank cannot run the engine by kernels on its current CUDA device; None if it can."""
-    return why_not(group) or functions.why_not_on(torch.device("cuda", torch.cuda.current_device()))
+    return why_not() or functions.why_not_on(torch.device("cuda", torch.cuda.current_device()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +88,7 @@ class Symmetric(Engine):
 
     def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)
-        if reason := why_not_here(group):
+        if reason := why_not_here():
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
@@ -113,7 +116,7 @@ class Symmetric(Engine):
         key = *shapes, index.dtype, weight.dtype, index.shape[1], rows, experts
         gather = self._gathers.get(key)
         if gather is None:
-            gather = self._gathers[key] = _Gather.of_tokens(self, x, index, weight, rows, experts, *scale)
+            gather = _kept(self._gathers, key, _Gather.of_tokens(self, x, index, weight, rows, experts, *scale))
         if gather.send is None or not functions.aligned(x):
             return super().start_gather_of_tokens(tokens, index, weight, rows, experts)
         channel = self.channel(gather.nbytes, x.device)
@@ -131,7 +134,7 @@ class Symmetric(Engine):
             key = *[(t.dtype, t.shape[1:]) for t in tensors], rows, wanted.ids.shape[1], wanted.experts
             gather = self._gathers.get(key)
             if gather is None:
-                gather = self._gathers[key] = _Gather.of_rows(self, last, rows, wanted, *scale)
+                gather = _kept(self._gathers, key, _Gather.of_rows(self, last, rows, wanted, *scale))
             if gather.send is not None and functions.aligned(last):
                 channel = self.channel(gather.nbytes, last.device)
                 every, *_ = gather.send(channel.region, last, None, None, *scale)
@@ -192,13 +195,14 @@ class Symmetric(Engine):
         key = tokens, rows, *[(t.dtype, t.shape[1:]) for t in tensors]
         sums = self._sums.get(key)
         if sums is None:
-            sums = self._sums[key] = _Sums.of(self, parts, more, rows, tokens)
+            sums = _kept(self._sums, key, _Sums.of(self, parts, more, rows, tokens))
         if sums.push is None or sums.total is None or not functions.aligned(parts) or not parts.is_contiguous():
             return None
         channel, own = self.channel(sums.nbytes, parts.device), slice(self.rank * rows, (self.rank + 1) * rows)
-        values = more[0].reshape(-1) if more else None
-        sums.push(channel.region, parts, values, sums.slots, 0 if more else 1, self.ranks)
-        y, of_values = sums.total(channel.region, parts[own], sums.own_slots)
+        values, chosen = (more[0].reshape(-1), more[0].shape[1]) if more else (None, 1)
+        slots = row_of_first_slot(len(parts) * chosen, 1, parts.device).view(len(parts), chosen)
+        sums.push(channel.region, parts, values, slots, 0 if more else 1, self.ranks)
+        y, of_values = sums.total(channel.region, parts[own], row_of_first_slot(rows, chosen, parts.device))
         return [y] if of_values is None else [y, of_values]
 
     # ---- channels
@@ -276,6 +280,14 @@ class Symmetric(Engine):
         return Channel(buffer, functions.Region(peers, control, self.rank, int(self.timeout_s * 1e9)))
 
 
+def _kept(kernels: dict[tuple[Any, ...], _T], key: tuple[Any, ...], made: _T) -> _T:
+    """Keep the kernels of one kind of exchange, and return them. There may be one for each number of tokens."""
+    if len(kernels) >= MOST_KINDS:
+        kernels.clear()
+    kernels[key] = made
+    return made
+
+
 def _told(report: Sequence[int], timeout_s: float) -> str:
     """Return the report of a kernel that has waited too long, in words."""
     return f"rank {int(report[0]) - 1} did not come to exchange {int(report[1])} within {timeout_s:g} s"
@@ -348,8 +360,6 @@ class _Sums(NamedTuple):
     nbytes: int = 0
     push: Callable[..., Any] | None = None
     total: Callable[..., Any] | None = None
-    slots: Tensor | None = None
-    own_slots: Tensor | None = None
 
     @classmethod
     def of(cls, engine: Symmetric, parts: Tensor, more: Sequence[Tensor], rows: int, tokens: int) -> _Sums:
@@ -359,19 +369,12 @@ class _Sums(NamedTuple):
         if not rows or len(more) > 1 or chosen > MOST_SLOTS or functions.why_not(parts, engine.ranks, chosen, dtype):
             return cls()
         places, nbytes = functions.places([t.nbytes for t in (parts, *more)])
-        device, every = parts.device, len(parts)
-
-        def numbers() -> tuple[Tensor, Tensor]:
-            own = torch.full((rows, chosen), rows, device=device)  # no row, except of the first slot
-            own[:, 0] = torch.arange(rows, device=device)
-            return torch.arange(every * chosen, device=device).view(every, chosen), own
-
-        slots, own_slots = lasting(numbers, device)
+        slots = parts.new_empty(len(parts), chosen, dtype=torch.int64)
         flat = None if values is None else values.reshape(-1)
         push = functions.bind_push(parts, slots, flat, places[0], places[-1], PULL_SMS)
         of_values = None if values is None else dtype
         total = functions.bind_total(parts, tokens, chosen, of_values, rows, places[0], places[-1])
-        return cls(nbytes, push, total, slots, own_slots)
+        return cls(nbytes, push, total)
 
 
 class _Pulled(Pending):
@@ -389,15 +392,15 @@ class _Pulled(Pending):
     ) -> None:  # fmt: skip
         super().__init__(results, [*[nothing] * (len(results) - parts), *[self._pull] * parts])
         self._engine, engine._unfinished = engine, self
+        assert gather.pull is not None
         self._bound_pull, self._region, self._rows, self._ids = gather.pull, channel.region, rows, ids
         self._words: Tensor | None = None
         self._block = 0
 
     def _pull(self) -> None:
-        pull, self._bound_pull = self._bound_pull, None
-        if pull is not None:  # else another part was waited for
-            self._engine._unfinished = None
-            pull(self._region, self._rows, self._ids, self._words, self._block)
+        self._waits = [nothing] * len(self._waits)  # of all parts: each refers to this object, which lives on otherwise
+        self._engine._unfinished = None
+        self._bound_pull(self._region, self._rows, self._ids, self._words, self._block)
 
     def follow(self, words: Tensor, block: int = 0) -> None:
         self._words, self._block = words, block

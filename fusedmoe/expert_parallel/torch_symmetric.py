@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def why_not(group: ProcessGroup) -> str | None:
+def why_not() -> str | None:
     """Return the reason why this process cannot use symmetric memory; None if it can."""
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "it needs NVIDIA GPUs, and torch sees none"

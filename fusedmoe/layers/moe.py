@@ -221,7 +221,7 @@ class MoE(Checked, Runnable):
             return_stats = FLAG("MoE: return_stats", return_stats)  # type: ignore[unreachable]
         self.check_biases()
         tokens = self._tokens(x)
-        if self.shared is not None and self.expert_parallel is not None and self.expert_parallel.can_run_beside:
+        if self._runs_shared_beside():
             y, stats = modes.run_untraced(self._routed_beside_shared, tokens, return_stats)
         else:
             y, stats = self._routed(tokens, return_stats)
@@ -279,6 +279,15 @@ class MoE(Checked, Runnable):
         assert self.shared is not None
         shared = self.shared(tokens)
         return shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(tokens)) * shared
+
+    def _runs_shared_beside(self) -> bool:
+        """Whether the shared expert runs while tokens travel, inside the call of the routed experts: not if a wrapper,
+        such as one that recomputes them or sets a recipe, would apply to it too.
+        """
+        ep, experts = self.expert_parallel, self._modules["experts"]
+        if self.shared is None or ep is None or not ep.can_run_beside:
+            return False
+        return self._opens(experts) and "forward" not in experts.__dict__
 
     def _routed_beside_shared(self, tokens: Tensor, return_stats: bool) -> tuple[Tensor, MoEStats | None]:
         """Return the result of `_routed` plus that of the shared expert, which runs while the tokens travel."""

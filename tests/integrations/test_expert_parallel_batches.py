@@ -150,6 +150,44 @@ def test_slots_without_a_row_are_counted(four, size):
     assert all(dropped == slots - rows > 0 for _, dropped, _ in found)
 
 
+@on_each
+def with_other_parameters(ep):
+    """Gradients of a call with other parameters than those of the layer, which it has again in the backward pass."""
+    found = []
+    for of in (ep, ranks_of(ep.ranks, {"max_tokens": 96})):
+        _, layer = pair(of, lambda ep: moe(ep, top_k=CHOSEN))
+        others = {name: (1.5 * p.detach()).requires_grad_() for name, p in layer.named_parameters()}
+        x = tokens_of(ep)
+        torch.func.functional_call(layer, others, (x,)).square().sum().backward()
+        assert all(p.grad is None for p in layer.parameters())
+        found.append({"x": x.grad} | {name: p.grad for name, p in others.items()})
+    compared(*found, rtol=1e-11, atol=1e-12)
+    assert all(g.any() for g in found[1].values())
+
+
+def test_the_backward_pass_has_the_parameters_of_the_call(four):
+    four.run(with_other_parameters, 2, {"batch_rows": 128, "max_tokens": 96})
+
+
+@on_each
+def changed(ep):
+    """The error of a weight that changes in place between the call and its backward pass."""
+    _, layer = pair(ep, lambda ep: moe(ep, top_k=CHOSEN))
+    y = layer(tokens_of(ep))
+    with torch.no_grad():
+        layer.experts.down.weight.mul_(2)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_change_before_the_backward_pass_are_an_error(four):
+    for message in four.run(changed, 2, {"batch_rows": 128, "max_tokens": 96})[:2]:
+        assert "modified by an inplace operation" in message
+
+
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -176,9 +214,9 @@ def hooked(layer):
 WRONG = {
     "a module": (
         lambda m: m.insert(2, nn.Identity()),
-        "ops without hooks up to the Combine, got 1.GroupedLinear",
+        "only ops, without hooks, up to the Combine, got 1.GroupedLinear",
     ),
-    "a hook": (hooked, "ops without hooks up to the Combine, got 0.Dispatch"),
+    "a hook": (hooked, "only ops, without hooks, up to the Combine, got 0.Dispatch"),
     "random": (lambda m: m.insert(2, Random()), "ops that draw no random numbers, got 2"),
     "splits": (lambda m: m.append(Counts()), "expected no op after the Combine that takes splits of a batch"),
     "delayed": (lambda m: m, "delayed scaling: expected experts that compute all rows at once"),

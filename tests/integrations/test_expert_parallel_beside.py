@@ -196,6 +196,55 @@ def test_a_fused_step(hopper_ranks, folder):
         assert beside
 
 
+class Wrapped(torch.nn.Module):
+    """Recomputes its module in the backward pass, or runs it under another recipe."""
+
+    def __init__(self, inner, how):
+        super().__init__()
+        self.inner, self.how = inner, how
+
+    def forward(self, *args, **kwargs):
+        return self.how(self.inner)(*args, **kwargs)
+
+
+def replaced_forward(made, how):
+    made.experts.forward = how(made.experts.forward)
+
+
+def replaced_experts(made, how):
+    made.experts = Wrapped(made.experts, how)
+
+
+HOW = {
+    "recomputed": lambda run: partial(checkpoint, run, use_reentrant=False),
+    "recipe": lambda run: fm.recipe("fp8_block")(partial(run)),
+}
+
+
+@on_each
+def wrapped(ep, replace, how):
+    """Results of a layer whose experts are wrapped; with a wrapper of the same kind that changes nothing; and the
+    results of both shared experts.
+    """
+    found, shared = [], []
+    for wrapper in (HOW[how], lambda run: run):
+        made = layer(ep)
+        replace(made, wrapper)
+        made.shared.register_forward_hook(lambda module, given, out: shared.append(out.detach()))
+        found.append([*trained(made, tokens(5 + ep.rank)).values()])
+    return *found, *shared
+
+
+@pytest.mark.parametrize("replace", [replaced_forward, replaced_experts])
+@pytest.mark.parametrize("how", HOW)
+def test_a_wrapper_of_the_experts_leaves_the_shared_expert_alone(four, replace, how):
+    for got, want, *shared in four.run(wrapped, 2, MOST, replace, how)[:2]:
+        assert torch.equal(*shared)  # it ran once per step
+        same = all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert same is (how == "recomputed")
+        assert len(got) > 6
+
+
 class Failing(torch.nn.Module):
     def forward(self, x):
         raise ArithmeticError("in the shared expert")

@@ -18,6 +18,7 @@ from kit.hopper_ranks import (
     OTHERS,
     OVERLAPS,
 )
+from kit.lifetimes import cycles
 
 import fusedmoe as fm
 from fusedmoe.numerics.formats import E5M2, Quantizer, fp8_block
@@ -252,6 +253,26 @@ def test_the_derivative_of_codes_waits_for_all_ranks_if_experts_have_few_own_row
     for used, launched, _ in hopper_ranks.run(compare, 2, CODES, UNEVEN, **options)[:2]:
         assert ARRIVING_GRADIENTS in used
         assert launched == 2
+
+
+@on_each
+def kept_by_cycles(ep, folder, tokens):
+    """The tensors that only cycles of references keep after a step."""
+    hopper.stand_ins()
+    with hopper.on_cpus(folder), fm.recipe("fp8_block"), fm.disabled(*FP8_OTHERS):
+        other = fm.ExpertParallel(ep.group, "symmetric", max_tokens=MOST, dispatch_dtype=ep.dispatch_dtype)
+        made = hopper.layer(other, False, 128, 128)
+        hopper.trained(made, tokens[ep.rank])  # plans are made
+        with cycles() as kept:
+            hopper.trained(made, tokens[ep.rank])
+        return kept, hopper.rules_of(made, tokens[ep.rank])
+
+
+def test_tokens_and_gradients_of_a_step_are_freed_after_it(hopper_ranks, folder):
+    for wire in (CODES, MOST_TOKENS):
+        for kept, rules in hopper_ranks.run(kept_by_cycles, 2, wire, folder, UNEVEN)[:2]:
+            assert kept == []
+            assert ({ARRIVING_CODES, ARRIVING_GRADIENTS} <= rules) is (wire is CODES)
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.2])

@@ -1,6 +1,7 @@
 """The engine "symmetric" on CPUs, with stand-ins for its kernels: what each rank writes where, and what it reads."""
 
 from contextlib import ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,8 +13,9 @@ from kit.expert_parallel_ranks import alone, on_each
 from torch import distributed as dist
 
 import fusedmoe as fm
-from fusedmoe.expert_parallel import auto, symmetric, torch_symmetric
+from fusedmoe.expert_parallel import agreement, auto, symmetric, torch_symmetric
 from fusedmoe.expert_parallel.engine import Wanted, collectives
+from fusedmoe.expert_parallel.subgroup import _timeout, group_of, group_of_hosts
 from fusedmoe.expert_parallel.wire import packed, unpacked
 from fusedmoe.kernels.exchange import functions
 from fusedmoe.ops.exchange import fixed
@@ -75,6 +77,23 @@ def test_exchanges_are_those_of_allgather(hopper_ranks, folder, ranks):
         assert not any(different)
         assert kernels > 0
         assert nbytes > 0
+
+
+@on_each
+def numbers_of_tokens(ep, folder):
+    """The kernels that an engine keeps, of exchanges with many numbers of tokens; whether a sum was wrong."""
+    with hopper.on_cpus(folder), mock.patch.object(symmetric, "MOST_KINDS", 3):
+        made = symmetric_of(ep, 8)
+        engine, wrong = made.engine, []
+        for count in (1, 2, 3, 4, 5, 6, 7, 8, 3):
+            parts = torch.full((ep.ranks * 8, 8), ep.rank + 1.0).bfloat16()
+            (total,) = fixed.summed(made, [parts], count)
+            wrong.append(total.tolist() != [[3.0] * 8] * count)
+        return len(engine._sums), wrong
+
+
+def test_an_engine_keeps_kernels_of_a_bounded_number_of_exchanges(hopper_ranks, folder):
+    assert hopper_ranks.run(numbers_of_tokens, 2, 8, folder)[:2] == [(3, [False] * 9)] * 2
 
 
 @on_each
@@ -211,11 +230,11 @@ def machine(folder, rank, hosts="aaaa", gpus="0123", arch=None, missing=None, ap
     with hopper.on_cpus(folder), ExitStack() as stack:
         for target, name, value in (
             (auto, "has_nccl", lambda group: nccl),
-            (auto, "host", lambda: hosts[rank]),
+            (auto, "host_id", lambda: hosts[rank]),
             (auto, "gpu", lambda: gpus[rank]),
             (functions, "arch_of", arch_of),
             (functions.toolkit, "missing_packages", lambda: ("nvidia-cutlass-dsl",) if missing == rank else ()),
-            (symmetric, "why_not", lambda group: "no access" if apart == rank else None),
+            (symmetric, "why_not", lambda: "no access" if apart == rank else None),
             (symmetric.Symmetric, "most_ranks", most),
             (torch.cuda, "current_device", lambda: 0),
         ):
@@ -282,6 +301,22 @@ def test_auto_of_other_groups(hopper_ranks, folder):
         assert text.startswith("engine 'allgather' (not 'symmetric': one rank), 1 ranks")
 
 
+@on_each
+def time_outs(ep):
+    """Of a group, of the group of its hosts, and of one that has a part of its ranks. No other test makes these."""
+    ranks = [0, 3]
+    given = dist.new_group(ranks, backend="cuda:gloo", timeout=timedelta(seconds=77))
+    if ep.rank not in ranks:
+        return []
+    groups = given, group_of_hosts(given), group_of([ep.rank], given)
+    return [_timeout(group) for group in groups]
+
+
+def test_groups_of_hosts_and_of_replicas_have_the_time_out_of_the_group(hopper_ranks):
+    found = hopper_ranks.run(time_outs, 4, None)
+    assert found == [[timedelta(seconds=77)] * 3, [], [], [timedelta(seconds=77)] * 3]
+
+
 def of_mesh(rank, folder):
     """Of two groups on a host each, one has a GPU too few."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
@@ -299,10 +334,10 @@ def test_auto_of_a_mesh(hopper_ranks, folder):
 
 def test_ids_of_this_machine(monkeypatch):
     if (boot := Path("/proc/sys/kernel/random/boot_id")).exists():
-        assert auto.host().startswith(boot.read_text().strip() + " pid:")
-    monkeypatch.setattr(auto.os, "readlink", mock.Mock(side_effect=OSError))
-    monkeypatch.setattr(auto.socket, "gethostname", lambda: "one")
-    assert auto.host() == "one"
+        assert agreement.host_id().startswith(boot.read_text().strip() + " pid:")
+    monkeypatch.setattr(agreement.os, "readlink", mock.Mock(side_effect=OSError))
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "one")
+    assert agreement.host_id() == "one"
     properties = mock.Mock(return_value=SimpleNamespace(uuid="GPU-1"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)

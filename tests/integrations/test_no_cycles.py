@@ -2,35 +2,15 @@
 which it does rarely in a training loop.
 """
 
-import contextlib
-import gc
-
 import pytest
 import torch
 from kit import moe_families
+from kit.lifetimes import cycles
 
 import fusedmoe as fm
 import fusedmoe.integrations.transformers as fusedmoe_transformers
 
 H, I, E, K = 32, 16, 4, 2  # noqa: E741
-
-
-@contextlib.contextmanager
-def cycles():
-    """The tensors that only cycles of references keep after the block, in a list that is then filled."""
-    found, flags = [], gc.get_debug()
-    gc.collect()
-    gc.disable()
-    try:
-        yield found
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.garbage.clear()
-        gc.collect()
-        found += [tuple(t.shape) for t in gc.garbage if isinstance(t, torch.Tensor)]
-    finally:
-        gc.set_debug(flags)
-        gc.garbage.clear()
-        gc.enable()
 
 
 def train(call, x, recipe="bf16"):

@@ -336,7 +336,7 @@ def on_cpus(folder):
 
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (symmetric, "why_not", lambda group: None),
+            (symmetric, "why_not", lambda: None),
             (symmetric, "SymmetricBuffer", FileBuffer),
             (symmetric, "current_stream", lambda device: 0),
             (symmetric.torch.cuda, "synchronize", lambda device: None),

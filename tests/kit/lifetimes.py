@@ -1,10 +1,30 @@
-"""How long the autograd graph of a step lives."""
+"""How long tensors and the autograd graph of a step live."""
 
+import contextlib
 import gc
 
+import torch
 from torch.autograd.graph import get_gradient_edge
 
 RECIPES = "bf16", "fp8_block", "fp8_tensor", "mxfp8"
+
+
+@contextlib.contextmanager
+def cycles():
+    """The tensors that only cycles of references keep after the block, in a list that is then filled."""
+    found, flags = [], gc.get_debug()
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.garbage.clear()
+        gc.collect()
+        found += [tuple(t.shape) for t in gc.garbage if isinstance(t, torch.Tensor)]
+    finally:
+        gc.set_debug(flags)
+        gc.garbage.clear()
+        gc.enable()
 
 
 def check_freed(forward, leaves, steps=2):

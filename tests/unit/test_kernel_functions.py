@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusedmoe.base import lasting
 from fusedmoe.kernels.rows.activation import functions as activation_functions
 from fusedmoe.kernels.rows.move import functions, slot_functions
 from fusedmoe.kernels.rows.quantize import format_functions
@@ -144,6 +145,21 @@ def test_scales_with_other_strides_are_copied(shape):
     room = torch.rand(2, 8)
     assert has_strides(room.mT[:5])
     assert not has_strides(room.mT[1:])  # its address
+
+
+def test_rows_of_first_slots_share_memory():
+    device = torch.device("cpu")
+    for chosen in (1, 3):
+        tables = set()
+        for rows in (0, 1, 2, 5, 7, 8, 6):
+            found = lasting.row_of_first_slot(rows, chosen, device)
+            assert found[:, 0].tolist() == [*range(rows)]
+            assert (found[:, 1:] == lasting.NO_ROW).all()
+            assert found.shape == (rows, chosen)
+            assert found.is_contiguous()
+            assert found.dtype is torch.int64
+            tables.add(found.untyped_storage().data_ptr())
+        assert len(tables) == 3  # of 1, 2 and 8 rows
 
 
 def bind_each():

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fusedmoe.base.lasting import lasting
+from fusedmoe.base.lasting import row_of_first_slot
 from fusedmoe.expert_parallel import ExpertParallel
 from fusedmoe.expert_parallel.engine import Pending
 from fusedmoe.fusion.language.rule import NothingToDo, require
@@ -313,18 +313,18 @@ class Ranges:
 
 
 def bind_sum_over_ranks(like: Tensor, ranks: int, tokens: int) -> Callable[[Sequence[Tensor] | Tensor], Tensor]:
-    """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H), of more than two ranks: one kernel."""
-    each, device = like.shape[0] // ranks, like.device
+    """Return `sum_over_ranks` for parts of rows like ``like`` (P*N, H), of more than two ranks."""
+    every, device = like.shape[0], like.device
 
-    def rows_of_parts() -> Tensor:
-        return torch.arange(tokens, device=device)[:, None] + each * torch.arange(ranks, device=device)
+    def rows_of_parts() -> Tensor:  # in each call: a plan, of which each number of tokens has one, keeps no memory
+        rows = row_of_first_slot(every, 1, device)
+        return rows.view(ranks, every // ranks)[:, :tokens].T.contiguous()
 
-    row_of_part = lasting(rows_of_parts, device)
-    total = slot_functions.bind_sum_slots(like, row_of_part, None)
+    total = slot_functions.bind_sum_slots(like, like.new_empty(tokens, ranks, dtype=torch.int64), None)
 
     def run(parts: Sequence[Tensor] | Tensor) -> Tensor:
         assert isinstance(parts, torch.Tensor)
-        return total(parts.flatten(0, 1), row_of_part)
+        return total(parts.flatten(0, 1), rows_of_parts())
 
     return run
 
@@ -342,35 +342,27 @@ class Leaving(Protocol):
 class Returns:
     """Sums over the slots of tokens, of which those of other ranks' tokens leave first; then the sums over ranks.
 
-    - ``rows``, ``row_of_slot``, ``scale``: tensors like those of the call: rows (R, H), their numbers (P*N, K), and a
-      factor per row or None.
-    - ``values``: None, or like values per row (R,) that return by slot: (T, K).
+    - ``every``: P*N, the tokens of all ranks.
     - ``tokens``: T, the tokens of this rank.
     """
 
-    def __init__(
-        self,
-        expert_parallel: ExpertParallel,
-        rows: Tensor,
-        row_of_slot: Tensor,
-        scale: Tensor | None,
-        values: Tensor | None,
-        tokens: int,
-    ) -> None:
+    def __init__(self, expert_parallel: ExpertParallel, every: int, tokens: int) -> None:
         self.engine, self.ranks, self.rank = expert_parallel.engine, expert_parallel.ranks, expert_parallel.rank
-        self.tokens, self.every = tokens, row_of_slot.shape[0]
+        self.tokens, self.every = tokens, every
         each = self.every // self.ranks
         self.own = slice(self.rank * each, (self.rank + 1) * each)
 
     def begin(
         self, rows: Tensor, row_of_slot: Tensor, scale: Tensor | None = None, values: Tensor | None = None
     ) -> Leaving:
-        """Begin a call with these rows, which the caller may still write until they leave."""
+        """Begin a call with rows (R, H), which the caller may still write until they leave, their numbers (P*N, K), a
+        factor per row or None, and None or values per row (R,) that return by slot: (T, K).
+        """
         raise NotImplementedError
 
 
 class ReturnsByExchange(Returns):
-    """Returns by `Engine.start_exchange`."""
+    """Returns by `Engine.start_exchange`; the tensors are like those of `begin`."""
 
     def __init__(
         self,
@@ -381,7 +373,7 @@ class ReturnsByExchange(Returns):
         values: Tensor | None,
         tokens: int,
     ) -> None:
-        super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
+        super().__init__(expert_parallel, row_of_slot.shape[0], tokens)
         of_others = slice(0, self.own.start), slice(self.own.stop, self.every)
         self.sums = [
             (there, slot_functions.bind_sum_slots(rows, row_of_slot[there], scale))
@@ -445,6 +437,7 @@ class _Exchanged:
 class ReturnsByKernels(Returns):
     """Returns by the kernels of `fusedmoe.kernels.exchange`, of an engine that is ``by_kernels``.
 
+    - ``rows``, ``row_of_slot``, ``scale``, ``values``: tensors like those of `begin`.
     - ``sms``: those of `PushSums`.
     - ``tiles``, ``experts``, ``half``: of the product that computes the rows, as for `bind_push_sums`; None and zeros
       if the rows are there.
@@ -464,7 +457,7 @@ class ReturnsByKernels(Returns):
         half: int = 0,
     ) -> None:
         assert scale is None
-        super().__init__(expert_parallel, rows, row_of_slot, scale, values, tokens)
+        super().__init__(expert_parallel, row_of_slot.shape[0], tokens)
         (every, chosen), columns, each = row_of_slot.shape, rows.shape[1], self.every // self.ranks
         sizes = [every * columns * rows.itemsize, *([] if values is None else [every * chosen * values.itemsize])]
         places, self.nbytes = exchange_functions.places(sizes)

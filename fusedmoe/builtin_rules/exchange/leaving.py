@@ -103,7 +103,7 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         _require_returnable(ctx, self.back.expert_parallel, "combine.row_of_slot", bool(weights))
         return Step(
             needs=(
-                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index", "back.rank_experts",
+                "input", "fc.weight", "fc.bias", "offsets", "back.expert_index",
                 *(f"combine.{name}" for name in names),
             ),
             gives=("output",),
@@ -151,7 +151,7 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
             )  # fmt: skip
 
             def run_counted(*tensors: Any) -> Any:
-                given, (offsets, _, _, row_of_slot, token_of_row) = tensors[:operands], tensors[operands:]
+                given, (offsets, _, row_of_slot, token_of_row) = tensors[:operands], tensors[operands:]
                 rows = token_of_row.new_empty(count, features, dtype=dtype)
                 y = sums.run(given, rows, row_of_slot, offsets, token_of_row)
                 return (y, rows) if keep else y
@@ -164,7 +164,7 @@ class _GemmOfLeavingRows(FusionRule, name="gemm_of_leaving_rows", direction="for
         )  # fmt: skip
 
         def run(*tensors: Any) -> Any:
-            given, (offsets, _, _, row_of_slot, token_of_row, *factor) = tensors[:operands], tensors[operands:]
+            given, (offsets, _, row_of_slot, token_of_row, *factor) = tensors[:operands], tensors[operands:]
             probs = factor[0] if factor else None
             rows = token_of_row.new_empty(count, features, dtype=dtype)
             leaving = returns.begin(rows, row_of_slot, probs)
@@ -189,7 +189,7 @@ class GemmOfLeavingRows(OnSm90, _GemmOfLeavingRows, name="sm90.gemm_of_leaving_r
 
     def bind(
         self, ctx: PlanContext, x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor, expert_index: Tensor,
-        rank_experts: Tensor, *of_rows: Tensor,
+        *of_rows: Tensor,
     ) -> Run:  # fmt: skip
         guards.operands(x, weight, bias)
 
@@ -213,7 +213,7 @@ class Fp8GemmOfLeavingRows(OnFp8, _GemmOfLeavingRows, name="sm90.fp8_gemm_of_lea
 
     def bind(
         self, ctx: PlanContext, x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None,
-        offsets: Tensor, expert_index: Tensor, rank_experts: Tensor, *of_rows: Tensor,
+        offsets: Tensor, expert_index: Tensor, *of_rows: Tensor,
     ) -> Run:  # fmt: skip
         guard_codes(x, weight)
         guards.contiguous("the bias", bias)
