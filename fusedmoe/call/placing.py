@@ -22,6 +22,7 @@ from fusedmoe.call.sorted_rows import changes_rows
 from fusedmoe.ops.dispatch import Combine, Dispatch, return_of
 from fusedmoe.ops.exchange.fixed import AgreeOnTokens, CountRows, GatherTokens
 from fusedmoe.ops.exchange.varying import GatherVaryingTokens
+from fusedmoe.ops.grouped_linear import GroupedLinear
 from fusedmoe.ops.op import Op
 
 
@@ -62,6 +63,9 @@ def placed(members: Sequence[Member]) -> tuple[list[Member], list[Replaced]]:
             dispatch = member.label, found
         elif isinstance(found, Combine) and dispatch is not None:
             _check_ranks(*dispatch, member.label, found)
+            dispatch = None
+        elif isinstance(found, GroupedLinear) and dispatch is not None:
+            _check_shards(*dispatch, member.label, found)
         runs = _over_ranks(found) if member.joins else (("", found),)
         if found is not op or len(runs) > 1:
             replaced.append(Replaced(op, following, found.attributes()))
@@ -126,6 +130,18 @@ def _check_ranks(label: str, dispatch: Dispatch, other_label: str, combine: Comb
         raise InputError(
             f"{other_label}.Combine: expert_parallel: expected the object of {label}.Dispatch, "
             f"{dispatch.expert_parallel}, got {combine.expert_parallel}"
+        )
+
+
+def _check_shards(label: str, dispatch: Dispatch, other_label: str, op: GroupedLinear) -> None:
+    """Raise if an op after a `Dispatch` over ranks has weights of its own, of experts that no other rank has."""
+    ep, own = dispatch.expert_parallel, op.expert_parallel
+    if ep is None or ep.ranks == 1 or (own is not None and own.group is ep.group):
+        return
+    if any(parameter is not None for parameter in op._parameters.values()):
+        raise InputError(
+            f"{other_label}.{type(op).__name__}: expert_parallel: expected the ranks of {label}.Dispatch, {ep}, since "
+            f"each of them has other experts, got {own}"
         )
 
 

@@ -43,6 +43,9 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     A value of the optimizer's state for all experts of a rank together, such as the column factor of a bias in
     Adafactor, keeps its size. If it differs between ranks, a warning says that the checkpoint has that of one rank.
 
+    `torch.distributed.checkpoint.load` reads only what the state has. A layer has histories of delayed scaling from its
+    first training step on: before a load, run a step under the recipe, whose changes the load replaces.
+
     Parameters
     ----------
     model
@@ -195,7 +198,7 @@ class _Whole:
         sharded: Any = value if isinstance(value, DTensor) else None
         local, placements = (value, ()) if sharded is None else (sharded.to_local(), sharded.placements)
         mesh = self._mesh(ep, None if sharded is None else sharded.device_mesh, local.device.type)
-        return _dtensor(local, mesh, (Shard(dim), *placements), value.shape, dim, ep.ranks)
+        return _dtensor(local, mesh, (Shard(dim), *placements), value.shape, dim, value.shape[dim] * ep.ranks)
 
     def _mesh(self, ep: ExpertParallel, inner: DeviceMesh | None, device_type: str) -> DeviceMesh:
         """Return a mesh of the ranks that share the experts, times the mesh over which FSDP2 shards those of a rank."""
@@ -225,16 +228,16 @@ def _part(value: Any, parameter: Any, ep: ExpertParallel, dim: int) -> Any:
     local = value.to_local()
     if inner is None:
         return local
-    return _dtensor(local, inner, value.placements[1:], value.shape, dim, 1 / ep.ranks)
+    return _dtensor(local, inner, value.placements[1:], value.shape, dim, value.shape[dim] // ep.ranks)
 
 
 def _dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dim: int, times: float
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Any, ...], shape: torch.Size, dim: int, experts: int
 ) -> Tensor:
-    """Return a DTensor whose shape is ``shape``, with the dimension ``dim`` multiplied by ``times``."""
+    """Return a DTensor whose shape is ``shape``, with ``experts`` as the size of dimension ``dim``."""
     # see above
     from torch.distributed.tensor import DTensor
 
-    sizes = [int(size * times) if i == dim else size for i, size in enumerate(shape)]
+    sizes = [experts if i == dim else size for i, size in enumerate(shape)]
     strides = torch.empty(sizes, dtype=torch.float32, device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(sizes), stride=strides)

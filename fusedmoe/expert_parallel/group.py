@@ -190,18 +190,19 @@ class ExpertParallel:
         """Raise if a call since the last check needed more rows than it had. The host waits for the device.
 
         With ``overflow="raise"``, a call on a CPU raises the error itself. On a GPU, no host waits for its device: the
-        error comes 32 calls later, or from `check`. A replayed CUDA graph only counts. All ranks raise the error in the
-        same call. A training loop can call `check` once per step, before the optimizer, on every rank. With
-        ``overflow="drop"`` it never raises.
+        error comes 32 calls later, or from `check`. A replayed CUDA graph only counts. All ranks that share the experts
+        raise the error in the same call. A training loop can call `check` once per step, before the optimizer, on every
+        rank. With ``overflow="drop"`` it never raises.
 
         Raises `InputError`: the error names the rank with the largest number of rows over the limit, and that number.
         """
         self.slots_without_row.check()
 
     def dropped(self) -> int:
-        """Return the number of slots that found no row in all calls, on all ranks. The host waits for the device.
+        """Return the number of slots that found no row in all calls, on all ranks that share the experts. The host
+        waits for the device.
 
-        It is the same on every rank.
+        It is the same on each of these ranks.
         """
         return self.slots_without_row.dropped()
 
@@ -252,14 +253,15 @@ class ExpertParallel:
         if self._beside is not None:
             self._beside()
 
-    def sum_over_ranks(self, t: Tensor) -> Tensor:
-        """Return the sum of a tensor over the ranks, such as of `MoEStats.load` for `Router.update_bias`.
+    def sum_over_ranks(self, t: Tensor, group: Any = None) -> Tensor:
+        """Return the sum of a tensor over ranks, such as of `MoEStats.load` for `Router.update_bias`. A collective.
 
-        A collective.
+        - ``group``: the ranks, such as all data-parallel ones: a process group or a `DeviceMesh` of one dimension. None
+          for those that share the experts.
         """
-        total = t.clone()
-        with writes_no_weight(self.group, t.device):
-            dist.all_reduce(total, group=self.group)
+        ranks, total = self.group if group is None else _process_group(group), t.clone()
+        with writes_no_weight(ranks, t.device):
+            dist.all_reduce(total, group=ranks)
         return total
 
     def settings(self) -> str:

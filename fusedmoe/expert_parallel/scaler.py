@@ -27,8 +27,7 @@ class GradScaler(torch.amp.GradScaler):
     step on this rank only, and reduce its scale there. `unscale_` and `step` are collectives, of one value. The
     parameters can be plain and DTensors, such as those of FSDP2, in one optimizer.
 
-    Raises `InputError`: an optimizer of shards steps with a `torch.amp.GradScaler`, after `average_gradients` or
-    ``fully_shard``.
+    Raises `InputError`: an optimizer of shards steps with a `torch.amp.GradScaler`.
 
     Parameters
     ----------

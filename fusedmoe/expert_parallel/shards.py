@@ -9,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -65,7 +66,12 @@ def check_shard(module: nn.Module, name: str) -> None:
             f"{module!r}: {name}: expected a plain parameter after average_gradients, whose hooks average its "
             "gradient, got a DTensor: do not call average_gradients, see FSDPModule.set_gradient_divide_factor"
         )
-    if ep.ranks > 1:
+    _mark(parameter, ep.ranks)
+
+
+def _mark(parameter: nn.Parameter, ranks: int) -> None:
+    """Mark a shard, so that an optimizer that has it is checked in its steps."""
+    if ranks > 1:
         parameter.__dict__[_IS_SHARD] = True
         _watch_optimizers()
 
@@ -193,6 +199,8 @@ class Averaged:
         for _, module, ep in found:
             if ep.group in averages:
                 module.__dict__.setdefault(_AVERAGES, averages[ep.group])
+            for parameter in module.parameters(recurse=False):
+                _mark(parameter, ep.ranks)
 
     def add_hooks(self) -> None:
         """Add hooks to the parameters that have none, since they were made or unfrozen after `average_gradients`."""
@@ -215,9 +223,7 @@ class _Averages:
         if parameter.requires_grad and parameter.is_leaf:  # functional_call may pass a tensor that has a gradient hook
             average = _Average(parameter, self._divisor, self._group)
             setattr(parameter, _HOOK, parameter.register_hook(average))
-            if self._divisor > 1:
-                parameter.__dict__[_IS_SHARD] = True
-                _watch_optimizers()
+            _mark(parameter, self._divisor)
 
     def __deepcopy__(self, memo: object) -> _Averages:
         return self  # the group is one of the process
@@ -231,9 +237,9 @@ class _Average:
         self._divisor = divisor
         self._group = group
 
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        if getattr(self._parameter(), "grad_added_to_main_grad", False):
-            return None  # a placeholder
+    def __call__(self, grad: Tensor | None) -> Tensor | None:
+        if grad is None or getattr(self._parameter(), "grad_added_to_main_grad", False):
+            return None  # the gradient is in `main_grad`, and this is at most a placeholder
         average = grad / self._divisor
         if self._group is not None:
             dist.all_reduce(average, group=self._group)
@@ -249,7 +255,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     ``torch.nn.utils.clip_grad_norm_`` for a model with shards: it adds the squared norms of shards over the ranks that
     share the experts, and gives every rank the same norm. A collective. Parameters can be DTensors, such as those of
-    FSDP2.
+    FSDP2. The gradient of a weight with ``accumulate_into_main_grad`` is its ``main_grad``.
 
     Parameters
     ----------
@@ -262,22 +268,25 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     _MAX_NORM("clip_grad_norm_: max_norm", max_norm)
     ranks = {id(parameter): ep.group for parameter, ep in _shards(model).values()}
     parameters = list(model.parameters())
-    alike: dict[tuple[Any, ...], list[nn.Parameter]] = {}  # lists that torch takes: no DTensors of several meshes
+    in_main = {id(m.weight) for m in model.modules() if getattr(m, "accumulate_into_main_grad", False)}
+    alike: dict[tuple[Any, ...], list[Any]] = {}  # gradients in lists that torch takes: no DTensors of several meshes
     for parameter in parameters:
-        if parameter.grad is not None:
+        grad: Any = getattr(parameter, "main_grad", None) if id(parameter) in in_main else parameter.grad
+        if grad is not None:
             mesh = getattr(parameter, "device_mesh", None)
-            alike.setdefault((ranks.get(id(parameter)), mesh), []).append(parameter)
+            alike.setdefault((ranks.get(id(parameter)), mesh), []).append(grad)
     # every rank has the same groups, and the same dtype and device, also without gradients
     dtype = torch.float64 if any(p.dtype is torch.float64 for p in parameters) else torch.float32
     zero = torch.zeros((), dtype=dtype, device=parameters[0].device if parameters else None)
     squares: dict[ProcessGroup | None, Tensor] = {group: zero.clone() for group in (None, *ranks.values())}
     for (group, _), some in alike.items():
-        norm: Any = torch.nn.utils.get_total_norm([p.grad for p in some if p.grad is not None])
+        norm: Any = torch.nn.utils.get_total_norm(some)
         squares[group] += (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).to(zero).square()
     for group, square in squares.items():
         if group is not None:
             dist.all_reduce(square, group=group)
     total = sum(squares.values(), start=zero).sqrt()
     for some in () if math.isinf(max_norm) else alike.values():
-        torch.nn.utils.clip_grads_with_norm_(some, max_norm, total)
+        with_grad: Any = [SimpleNamespace(grad=grad) for grad in some]
+        torch.nn.utils.clip_grads_with_norm_(with_grad, max_norm, total)
     return total

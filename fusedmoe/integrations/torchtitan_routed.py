@@ -63,7 +63,7 @@ class FusedRoutedExperts(WithChain, RoutedExperts):  # type: ignore[misc]
     ) -> Tensor:
         """Run the experts in bf16 on the tokens of this rank.
 
-        Returns (B, L, D) in x's dtype. Under tensor parallelism, a partial sum.
+        Returns (B, L, D) in x's dtype.
 
         Parameters
         ----------

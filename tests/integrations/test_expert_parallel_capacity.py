@@ -89,8 +89,8 @@ def gradients_without_rows(ep):
     assert not torch.equal(kept, index)
     results = []
     for of, ids in ((ep, index), (ranks_of(ep.ranks, 200), kept)):
-        fc = fm.GroupedLinear(here, H, H, dtype=torch.float64)
-        fc.weight.data.copy_(randn(here, H, H, seed=5))
+        fc = fm.GroupedLinear(here, H, H, dtype=torch.float64, expert_parallel=of)
+        fc.weight.data.copy_(randn(here, H, H, seed=50 + ep.rank))
         chain = fm.Sequential(
             fm.Dispatch(E, expert_parallel=of), fc, fm.Scale("probs"), fm.Combine(None, expert_parallel=of)
         )

@@ -286,15 +286,16 @@ def test_codes_with_a_capacity(hopper_ranks, folder, capacity):
 
 def chain_of(ep, forward="fp8_block", grad="fp8_block", result="fp8_block", scale=True, weights=None):
     """The experts of a layer with quantizers: of the second layer's input and gradient, and of the first one's."""
+    here = {"num_groups": EXPERTS // ep.ranks, "dtype": torch.bfloat16, "expert_parallel": ep}
     return fm.Sequential(
         fm.Dispatch(EXPERTS, expert_parallel=ep),
         fm.Quantize("fp8_block", weight="fp8_block"),
-        fm.GroupedLinear(EXPERTS // ep.ranks, 128, 256, dtype=torch.bfloat16),
+        fm.GroupedLinear(in_features=128, out_features=256, **here),
         fm.Quantize(backward=result),
         fm.SwiGLU(),
         *([fm.Scale("probs")] if scale else []),
         fm.Quantize(forward, weight="fp8_block"),
-        fm.GroupedLinear(EXPERTS // ep.ranks, 128, 128, dtype=torch.bfloat16),
+        fm.GroupedLinear(in_features=128, out_features=128, **here),
         fm.Quantize(backward=grad),
         fm.Combine(weights, expert_parallel=ep),
     )

@@ -354,27 +354,36 @@ def test_parameters_that_are_made_or_unfrozen_later(rank):
         assert torch.equal(found[name], expected[name])
 
 
-def into_main_grad(rank):
+def into_main_grad(rank, placeholder):
     """The owner of ``main_grad`` divides it, and sums it over replicas: here there are none."""
     layout = Layout("ddp4", rank)
     ops = [op for op in layout.inner.modules() if isinstance(op, fm.GroupedLinear)]
     for op in ops:
         op.accumulate_into_main_grad = True
         op.weight.main_grad = torch.zeros_like(op.weight)
-        op.weight.grad_added_to_main_grad = False
+        if placeholder:
+            op.weight.grad_added_to_main_grad = False
     for step in range(2):
         layout.backward(step)
+        assert all((op.weight.grad is not None) is placeholder for op in ops)
     for parameter in ep_of.shards(layout.inner).values():
         if hasattr(parameter, "main_grad"):
             parameter.main_grad.div_(SIZE)
-    return layout.whole(lambda p: getattr(p, "main_grad", p.grad))
+    norm = ep_of.clip_grad_norm_(layout.inner, 0.5)
+    return norm, layout.whole(lambda p: getattr(p, "main_grad", p.grad))
 
 
-def test_main_grad(four):
+@pytest.mark.parametrize("placeholder", [False, True])
+def test_main_grad(four, placeholder):
     one = Layout()
     for step in range(2):
         one.backward(step)
-    same(four.run(into_main_grad)[1], one.whole(lambda p: p.grad), 1e-12)
+    want = clip(one.inner, 0.5)
+    assert want > 0.5
+    for norm, found in four.run(into_main_grad, placeholder):
+        torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
+        if found is not None:
+            same(found, one.whole(lambda p: p.grad), 1e-6)  # torch divides by the norm plus 1e-6
 
 
 @in_ranks("four")
@@ -415,6 +424,33 @@ def test_what_cannot_be_averaged(rank):
     assert [*ep_of.shards(stored)] == ["weight", "weight_scale_inv"]
     state = ep_of.state_dict(stored)["model"]
     assert [(t.shape[0], t.dtype) for t in state.values()] == [(8, torch.float8_e4m3fn), (8, torch.float32)]
+
+
+@in_ranks("four")
+def test_sums_over_the_ranks_of_experts_and_over_all(rank):
+    every, load = groups(rank), torch.tensor([rank, 1])
+    pair = rank // 2 * 2
+    assert every.two.sum_over_ranks(load).tolist() == [2 * pair + 1, 2]
+    for ranks in (every.world, every.world.get_group()):
+        assert every.two.sum_over_ranks(load, ranks).tolist() == [6, 4]
+    assert load.tolist() == [rank, 1]
+
+
+@in_ranks("four")
+def test_weights_of_a_chain_that_are_not_spread_over_its_ranks(rank):
+    """Each rank has other experts, but gradients and checkpoints would take these for the same."""
+    every, x = groups(rank), torch.randn(3, H)
+    given = {"expert_index": torch.zeros(3, K, dtype=torch.int64), "expert_weight": torch.ones(3, K)}
+    for own, ranks in ((None, "None"), (every.two, r"ExpertParallel\(rank \d of 2")):
+        chain = fm.Sequential(
+            fm.Dispatch(E, expert_parallel=every.four), fm.GroupedLinear(2, H, H, expert_parallel=own),
+            fm.Combine(None, expert_parallel=every.four),
+        )  # fmt: skip
+        expected = (
+            r"^1\.GroupedLinear: expert_parallel: expected the ranks of 0\.Dispatch, ExpertParallel\(rank \d of 4"
+        )
+        with pytest.raises(fm.InputError, match=rf"{expected}.*, got {ranks}"):
+            chain(x, **given)
 
 
 @in_ranks("four")
@@ -564,12 +600,15 @@ def test_a_scaler_for_other_models(rank):
         optimizer.zero_grad()
     assert norms[0] == pytest.approx(norms[1], rel=1e-12)
     given_scaler.step(optimizer)
-    for kind in ("ddp4", "fsdp2x2"):
-        layout = Layout(kind, rank)
-        optimizer = torch.optim.SGD(layout.parameters(), lr=0.1)
+    alone = make(groups(rank).four)  # whose gradients nothing averages
+    for model, parameters in (
+        *[(layout.model, layout.parameters()) for layout in (Layout("ddp4", rank), Layout("fsdp2x2", rank))],
+        (alone, ep_of.shards(alone).values()),
+    ):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
         torch.optim.lr_scheduler.ConstantLR(optimizer)  # wraps the step
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        scaler.scale(loss_of(layout.model, [given(rank, 0)])).backward()
+        scaler.scale(loss_of(model, [given(rank, 0)])).backward()
         with pytest.raises(fm.InputError, match=r"^GradScaler: expected fm\.expert_parallel\.GradScaler"):
             scaler.step(optimizer)
         optimizer.step()

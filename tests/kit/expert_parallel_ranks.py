@@ -110,10 +110,10 @@ def experts(ep, weights=None, foreign=(), hidden=H, wide=I, bias=None):
     bias = weights is not None if bias is None else bias
     ops = [
         fm.Dispatch(E, expert_parallel=ep),
-        fm.GroupedLinear(here, hidden, 2 * wide, bias=bias),
+        fm.GroupedLinear(here, hidden, 2 * wide, bias=bias, expert_parallel=ep),
         fm.SwiGLU(),
         *([fm.Scale("probs")] if weights is None else []),
-        fm.GroupedLinear(here, wide, hidden, bias=bias),
+        fm.GroupedLinear(here, wide, hidden, bias=bias, expert_parallel=ep),
         fm.Combine(weights, expert_parallel=ep),
     ]
     for place in sorted((place % len(ops) for place in foreign), reverse=True):
