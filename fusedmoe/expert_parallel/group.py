@@ -91,8 +91,8 @@ class ExpertParallel:
         this rounding is the identity. Results and gradients of tokens return in the dtype of the rows. None: the rows
         travel as they are.
     timeout_s
-        Seconds that a rank waits for the others in an exchange of ``"symmetric"``, and that the hosts wait for each
-        other without ``max_tokens`` on one host. Other collectives have the time-out of the group.
+        Seconds that a rank waits for the others in an exchange of ``"symmetric"``, at most 3,600, and that the hosts
+        wait for each other without ``max_tokens`` on one host. Other collectives have the time-out of the group.
     equal_experts
         Whether all ranks may have the same experts, as copies of a dense MLP. If not, the ranks compare a few values in
         some exchanges, and raise an error if they are equal, since a wrapper that takes experts for replicas may have

@@ -43,6 +43,7 @@ from fusedmoe.kernels.exchange.layout import (
     END,
     MOST_RANKS,
     MOST_SLOTS,
+    MOST_TIMEOUT_S,
     REPORT,
     TELL,
 )
@@ -92,6 +93,9 @@ class Symmetric(Engine):
             raise InputError(
                 f"ExpertParallel: engine: expected one that this machine can run, got 'symmetric': {reason}"
             )
+        if timeout_s > MOST_TIMEOUT_S:
+            expected = f"at most {MOST_TIMEOUT_S} with engine 'symmetric'"
+            raise InputError(f"ExpertParallel: timeout_s: expected {expected}, got {timeout_s:g}")
         self._channels: list[Channel] = []  # of eager calls, and of CUDA graphs
         self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
         self._stream: int | None = None  # the stream of the last eager exchange

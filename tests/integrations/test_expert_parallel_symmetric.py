@@ -17,7 +17,7 @@ from fusedmoe.expert_parallel import agreement, auto, symmetric, torch_symmetric
 from fusedmoe.expert_parallel.engine import Wanted, collectives
 from fusedmoe.expert_parallel.subgroup import _timeout, group_of, group_of_hosts
 from fusedmoe.expert_parallel.wire import packed, unpacked
-from fusedmoe.kernels.exchange import functions
+from fusedmoe.kernels.exchange import functions, layout
 from fusedmoe.ops.exchange import fixed
 
 pytestmark = pytest.mark.distributed
@@ -77,6 +77,21 @@ def test_exchanges_are_those_of_allgather(hopper_ranks, folder, ranks):
         assert not any(different)
         assert kernels > 0
         assert nbytes > 0
+
+
+@on_each
+def long_time_out(ep, folder):
+    with hopper.on_cpus(folder):
+        assert fm.ExpertParallel(ep.group, "symmetric", timeout_s=3600).timeout_s == 3600
+        with pytest.raises(fm.InputError, match=r"timeout_s: expected at most 3600 with engine 'symmetric', got 3601"):
+            fm.ExpertParallel(ep.group, "symmetric", timeout_s=3601)
+    return fm.ExpertParallel(ep.group, "allgather", timeout_s=7200).timeout_s
+
+
+def test_products_wait_longer_than_exchanges(hopper_ranks, folder):
+    assert hopper_ranks.run(long_time_out, 2, None, folder)[:2] == [7200] * 2
+    warps = pytest.importorskip("fusedmoe.kernels.device.warps", exc_type=ImportError)
+    assert warps.MOST_READS * 130e-9 >= layout.MOST_TIMEOUT_S  # an H200 takes 164 ns for a read and nothing else
 
 
 @on_each

@@ -11,3 +11,4 @@ COPY_WARPS = 8  # per CTA of a kernel that copies rows; `Pull` adds 1 for each t
 LISTED = COPY_WARPS * 4096  # tokens of other ranks that the warps of a CTA list, at most; see steps.py
 SCATTER_WARPS = 16  # per CTA of `Scatter`; each adds 1 to a word when the rows of a rank are written
 MOST_SLOTS = 8  # of a token whose values return by kernels
+MOST_TIMEOUT_S = 3600  # of an exchange: products that follow it wait longer, see `MOST_READS`

@@ -96,7 +96,7 @@ class Scatter(WarpKernel):
     def wait(self, arrived, step):
         """Wait until the rows of a rank have arrived. After `MOST_READS` the kernel ends with an error."""
         if cute.arch.lane_idx() == 0:
-            left, reads = Int32(-1), Int32(0)
+            left, reads = Int32(-1), Int64(0)
             while left < 0:
                 left = cute.arch.load(arrived.iterator + step, Int32, sem="acquire", scope="gpu")
                 reads += 1

@@ -128,7 +128,7 @@ def wait_for_rows(offsets: cute.Tensor, experts: Int32, block: Int32, lane: Int3
     this warp, the fence to TMA, and the ring of tiles passes this on to the warps that read them. After `MOST_READS`
     the kernel ends with an error. Until then, the exchange has ended with the error of a rank that does not come.
     """
-    size, left, reads = 2 * (experts + 1), Int32(-1), Int32(0)
+    size, left, reads = 2 * (experts + 1), Int32(-1), Int64(0)
     word = offsets.iterator + (cutlass.min(lane, block) * (size + 2) + size + 1)
     while cute.arch.vote_any_sync(left < 0):
         left = cute.arch.load(word, Int32, sem="acquire", scope="gpu")
