@@ -44,7 +44,8 @@ def state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     Adafactor, keeps its size. If it differs between ranks, a warning says that the checkpoint has that of one rank.
 
     `torch.distributed.checkpoint.load` reads only what the state has. A layer has histories of delayed scaling from its
-    first training step on: before a load, run a step under the recipe, whose changes the load replaces.
+    first training step on. To load them, run a step under the recipe before this function. The load replaces the
+    changes of that step.
 
     Parameters
     ----------
