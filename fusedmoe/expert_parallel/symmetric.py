@@ -13,7 +13,8 @@ What these kernels do not take, such as rows in fp32, is copied by torch, with t
 the regions (`Signal`). So ranks need not agree on the kernels. FP8 codes and their scales travel in one row, by kernels
 and by torch (`functions.pack`).
 
-CUDA graphs have a region of their own, since a replay and an eager call may be on different streams.
+CUDA graphs have a region of their own. Exchanges follow each other, whatever streams they are on: an eager call, and a
+call inside a capture, wait for the one before. The caller orders replays of graphs.
 
 Axes as in engine.py.
 """
@@ -98,9 +99,10 @@ class Symmetric(Engine):
             raise InputError(f"ExpertParallel: timeout_s: expected {expected}, got {timeout_s:g}")
         self._channels: list[Channel] = []  # of eager calls, and of CUDA graphs
         self._in_graphs: list[Channel] = []  # those that a graph may have recorded, of any size
-        self._stream: int | None = None  # the stream of the last eager exchange
+        self._streams: list[int | None] = [None, None]  # of the last eager exchange, and of the last captured one
         self._unfinished: _Pulled | None = None  # a gather without its `Pull`
         self._returns = False  # whether a return is without its `Total`
+        self._captured = False  # whether a CUDA graph was captured when the last exchange began
         self._gathers: dict[tuple[Any, ...], _Gather] = {}
         self._sums: dict[tuple[Any, ...], _Sums] = {}
         self._bound_signal: Callable[[functions.Region, int], None] | None = None
@@ -202,11 +204,13 @@ class Symmetric(Engine):
             sums = _kept(self._sums, key, _Sums.of(self, parts, more, rows, tokens))
         if sums.push is None or sums.total is None or not functions.aligned(parts) or not parts.is_contiguous():
             return None
-        channel, own = self.channel(sums.nbytes, parts.device), slice(self.rank * rows, (self.rank + 1) * rows)
         values, chosen = (more[0].reshape(-1), more[0].shape[1]) if more else (None, 1)
         slots = row_of_first_slot(len(parts) * chosen, 1, parts.device).view(len(parts), chosen)
+        own, own_slots = parts[self.rank * rows :][:rows], row_of_first_slot(rows, chosen, parts.device)
+        channel = self.channel(sums.nbytes, parts.device, returns=True)
         sums.push(channel.region, parts, values, slots, 0 if more else 1, self.ranks)
-        y, of_values = sums.total(channel.region, parts[own], row_of_first_slot(rows, chosen, parts.device))
+        y, of_values = sums.total(channel.region, own, own_slots)
+        self.returned()
         return [y] if of_values is None else [y, of_values]
 
     # ---- channels
@@ -227,15 +231,11 @@ class Symmetric(Engine):
         who = f"ExpertParallel: rank {self.rank} of {self.ranks}"
         if self._late[0]:
             raise RuntimeError(f"{who}: {_told(self._late, self.timeout_s)}")
-        if self._returns:
-            raise RuntimeError(
-                f"{who}: an error has interrupted the exchange before this one, in which other ranks have got wrong "
-                "sums: start all ranks again"
-            )
-        if self._unfinished is not None:  # an error came between `Send` and `Pull`
-            self._unfinished.wait_all()
-        self._returns = returns
         capturing = torch.cuda.is_current_stream_capturing()
+        self._require_no_error(who, capturing)
+        self._wait_for_last(device, capturing)
+        if self._unfinished is not None:
+            self._unfinished.wait_all()
         if not self._channels or self._channels[0].nbytes < nbytes:
             if capturing:
                 size = self._channels[0].nbytes if self._channels else 0
@@ -245,14 +245,41 @@ class Symmetric(Engine):
                 )
             self._grow(nbytes, device)
         channel = self._channels[capturing]
-        if capturing:
-            if channel not in self._in_graphs:
-                self._in_graphs.append(channel)
-        elif (stream := current_stream(device)) != self._stream:
-            if self._stream is not None:  # exchanges follow each other, whatever stream a layer runs on
-                torch.cuda.current_stream(device).wait_stream(external_stream(device, self._stream))
-            self._stream = stream
+        if capturing and channel not in self._in_graphs:
+            self._in_graphs.append(channel)
+        self._returns, self._captured = returns, capturing
         return channel
+
+    def _require_no_error(self, who: str, capturing: bool) -> None:
+        """Raise if an error has interrupted the last exchange, except if this rank can go on: the missing `Pull` of an
+        eager gather can still be launched, and what was captured has not run.
+        """
+        if not self._returns and self._unfinished is None:
+            return
+        error = ""
+        if self._captured:
+            if self._unfinished is not None:
+                self._unfinished.drop()
+            self._returns, self._unfinished = False, None
+            if capturing:
+                error = "while a CUDA graph was captured: begin the capture again"
+        elif self._returns:
+            error = "in which other ranks have got wrong sums: start all ranks again"
+        elif capturing:
+            error = "which a graph cannot complete: run a layer before the capture of a CUDA graph"
+        if error:
+            raise RuntimeError(f"{who}: an error has interrupted the exchange before this one, {error}")
+
+    def _wait_for_last(self, device: torch.device, capturing: bool) -> None:
+        """Let the current stream wait for the last exchange, if that was on another stream."""
+        stream, last = current_stream(device), self._streams[capturing]
+        if stream == last:
+            return
+        if last is not None:
+            before = external_stream(device, last)
+            if not capturing or _is_capturing(before):  # else the last one was part of another graph
+                torch.cuda.current_stream(device).wait_stream(before)
+        self._streams[capturing] = stream
 
     def returned(self) -> None:
         self._returns = False
@@ -282,6 +309,11 @@ class Symmetric(Engine):
             addresses = [buffer.of_rank(r, 0, (CONTROL_BYTES,), torch.uint8).data_ptr() for r in range(self.ranks)]
             peers = torch.tensor(addresses, device=device)
         return Channel(buffer, functions.Region(peers, control, self.rank, int(self.timeout_s * 1e9)))
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _kept(kernels: dict[tuple[Any, ...], _T], key: tuple[Any, ...], made: _T) -> _T:
@@ -406,6 +438,12 @@ class _Pulled(Pending):
         self._engine._unfinished = None
         self._bound_pull(self._region, self._rows, self._ids, self._words, self._block)
 
+    def drop(self) -> None:
+        """Forget an exchange that was captured, and that no graph has."""
+        self._waits = [nothing] * len(self._waits)
+
     def follow(self, words: Tensor, block: int = 0) -> None:
+        if self._engine._unfinished is not self:
+            raise RuntimeError("ExpertParallel: another exchange has begun before a product followed this one")
         self._words, self._block = words, block
         self.wait(len(self._results) - 1)

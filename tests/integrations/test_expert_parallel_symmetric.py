@@ -392,6 +392,103 @@ def interrupted(ep, folder):
         return found, kept.unfinished(2)[:4, 0].tolist()
 
 
+@contextmanager
+def at(stream, captured=()):
+    """Calls on a stream, of those that are captured or not; the streams that it waits for."""
+    waits = []
+    current = SimpleNamespace(wait_stream=lambda other: waits.append(other.number))
+    with ExitStack() as stack:
+        for target, name, value in (
+            (symmetric, "current_stream", lambda device: stream),
+            (symmetric, "external_stream", lambda device, number: SimpleNamespace(number=number)),
+            (symmetric, "_is_capturing", lambda other: other.number in captured),
+            (torch.cuda, "current_stream", lambda device=None: current),
+            (torch.cuda, "is_current_stream_capturing", lambda: stream in captured),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield waits
+
+
+def tokens_of(engine, x):
+    """Begin a gather of tokens."""
+    return engine.start_gather_of_tokens([x], torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2), 4, 2)
+
+
+@on_each
+def streams(ep, folder):
+    """The streams that exchanges wait for: eager ones, and those of two captures."""
+    x, found = torch.ones(4, 8).bfloat16(), []
+    with hopper.on_cpus(folder):
+        engine = symmetric_of(ep, 4).engine
+        for stream, captured in ((1, ()), (1, ()), (2, ()), (8, (8, 9)), (9, (8, 9)), (9, (8, 9)), (7, (7,)), (3, ())):
+            with at(stream, captured) as waits:
+                engine.gather([x], 4)
+                found.append(waits)
+    return found
+
+
+def test_exchanges_follow_each_other_on_all_streams(hopper_ranks, folder):
+    assert hopper_ranks.run(streams, 2, None, folder)[:2] == [[[], [], [1], [], [8], [], [], [2]]] * 2
+
+
+@on_each
+def interrupted_captures(ep, folder):
+    """Errors inside captures leave eager calls alone. After an eager error, a graph cannot complete the exchange."""
+    x, error = torch.full((4, 8), ep.rank + 1.0).bfloat16(), "an error has interrupted the exchange before this one, "
+    with hopper.on_cpus(folder):
+        engine, nbytes = symmetric_of(ep, 4).engine, 512
+        engine.gather([x], 4)
+        with at(5, (5,)), pytest.raises(fm.InputError, match="expected a call of this size before the capture"):
+            engine.channel(1 << 30, x.device, returns=True)
+        engine.gather([x], 4)
+        with at(5, (5,)):
+            engine.channel(nbytes, x.device, returns=True)
+        engine.gather([x], 4)  # no rank has got wrong sums
+        with at(5, (5,)):
+            engine.channel(nbytes, x.device, returns=True)
+            with pytest.raises(RuntimeError, match=f"{error}while a CUDA graph was captured: begin the capture again"):
+                engine.channel(nbytes, x.device)
+            engine.channel(nbytes, x.device)
+        kept = tokens_of(engine, x)
+        with at(5, (5,)), pytest.raises(RuntimeError, match=f"{error}which a graph cannot complete: run a layer"):
+            engine.channel(nbytes, x.device)
+        found = [engine.gather([x + 1], 4)[0][:, 0].tolist()]
+        engine._captured = True  # as if it were part of a graph: it is never waited for
+        dropped = tokens_of(engine, x)
+        engine._captured = True
+        engine._require_no_error("", capturing=False)
+        with pytest.raises(RuntimeError, match="another exchange has begun before a product followed this one"):
+            dropped.follow(torch.zeros(2, 1, dtype=torch.int32))
+        return found, kept.unfinished(2)[:4, 0].tolist(), engine._unfinished is None
+
+
+def test_captures_and_errors(hopper_ranks, folder):
+    ranks = hopper_ranks.run(interrupted_captures, 2, None, folder)[:2]
+    for found, _, complete in ranks:
+        assert found == [[2.0] * 4 + [3.0] * 4]
+        assert complete
+    assert ranks[0][1] == [1.0] * 4  # the tokens want an expert of rank 0
+
+
+@on_each
+def interrupted_sums(ep, folder):
+    """An error between the kernels of a return of sums: the other ranks have wrong ones."""
+    with hopper.on_cpus(folder):
+        made = symmetric_of(ep, 4)
+        parts = torch.ones(ep.ranks * 4, 8).bfloat16()
+        fixed.summed(made, [parts], 4)
+        (key, sums), *_ = made.engine._sums.items()
+        made.engine._sums[key] = sums._replace(total=mock.Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            fixed.summed(made, [parts], 4)
+        with pytest.raises(RuntimeError, match="in which other ranks have got wrong sums"):
+            made.engine.gather([parts[:4]], 4)
+
+
+def test_an_error_inside_a_return_of_sums(hopper_ranks, folder):
+    hopper_ranks.run(interrupted_sums, 2, None, folder)
+
+
 def test_exchanges_after_an_error(hopper_ranks, folder):
     want = [[step + 1.0] * 4 + [step + 2.0] * 4 for step in range(3)]
     for found, _ in hopper_ranks.run(interrupted, 2, None, folder)[:2]:
