@@ -1,4 +1,4 @@
-"""The parts of docs/benchmarks.md and docs/expert_parallel.md with the figures of each ``ep.json``."""
+"""The parts of docs/benchmarks.md and docs/expert_parallel.md with the figures of each ``ep-<P>-ranks.json``."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ time is the median over the calls of the slowest rank's time. The exposed commun
 that without communication. The host time of a candidate that synchronises includes its waits for the device. The
 peak of memory includes the buffers of `symmetric`. The rows without communication and their gradients are there before
 the measurement, and so not in its peak. *SMs* are the most that a kernel of the communication takes beside products.
-The bandwidth of an exchange alone includes waits for other ranks and copies into buffers. The file `ep.json` also has
-quartiles, errors, plans and eager times. Without a GPU, the section runs a tiny layer on gloo.
+The bandwidth of an exchange alone includes waits for other ranks and copies into buffers. The files
+`ep-<P>-ranks.json`, of P ranks, also have quartiles, errors, plans and eager times. Without a GPU, the section runs a
+tiny layer on gloo.
 [Expert parallelism](expert_parallel.md#which-engine) has the steps of all engines side by side.
 """
 MEASURED = """\

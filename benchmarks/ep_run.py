@@ -1,4 +1,4 @@
-"""The section ``ep``: one process per rank, started by ``torchrun``. The first rank prints, and writes ``ep.json``."""
+"""The section ``ep``: one process per rank, started by ``torchrun``. The first rank prints and writes."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def run(
     reps: int,
     results: Path,
 ) -> Path | None:
-    """Measure each shape, with each number of its tokens per rank and under each recipe; after each, write the file.
-    Return it on the first rank.
+    """Measure each shape, with each number of its tokens per rank and under each recipe. After each, the first
+    rank writes ``ep-<P>-ranks.json``, of P ranks, and it returns the file in the end.
 
     A shape with clamps and biases, or one whose rows arrive dispatched (K = 1), is left out.
     """
@@ -73,7 +73,7 @@ def run(
             found["shapes"].append(entry)
             if first:
                 print("\n".join(ep.lines(entry)), flush=True)
-                written = write(results, "ep", found)
+                written = write(results, f"ep-{ranks}-ranks", found)
     if first:
         print("written to", written)
     return written

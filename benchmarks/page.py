@@ -294,7 +294,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
     if kernels and deepgemm:
         parts.append(DEEPGEMM.format(version=deepgemm["versions"]["sgl-deep-gemm"], commit=deepgemm["commit"]))
         parts.append(deepgemm_table(kernels, deepgemm) + "\n")
-    parts.append(ep_page.render(load_ep(machines)))
+    parts.append(ep_page.render(load_ep(machines, "ep-*-ranks")))
     parts.append(ep_train.render(load_ep(machines, "ep_train")))
     if fp8 := load(layer_folder, "fp8"):
         parts.append(FP8.format(machine=fp8["machine"], recipes=fp8_page.measured(fp8)))
@@ -305,7 +305,7 @@ def render(folder: Path = RESULTS, layer_folder: Path = LAYER_RESULTS, machines:
 
 def render_ep(machines: Path = ALL_RESULTS) -> str:
     """Return docs/expert_parallel.md with the measured steps."""
-    part = ep_page.engines(load_ep(machines))
+    part = ep_page.engines(load_ep(machines, "ep-*-ranks"))
     return marked.filled(EP_PAGE.read_text(encoding="utf-8"), {"engines": part}, "docs/expert_parallel.md")
 
 
@@ -321,7 +321,7 @@ def render_recipes(folder: Path = LAYER_RESULTS) -> str:
     return recipes_page.filled(text, found) if found else text
 
 
-def load_ep(machines: Path, name: str = "ep") -> list[dict[str, Any]]:
+def load_ep(machines: Path, name: str) -> list[dict[str, Any]]:
     """Read the results of expert parallelism of each machine with GPUs, by the name of its folder."""
     found = (load(file.parent, file.stem) for file in sorted(machines.glob(f"*/{name}.json")))
     return [results for results in found if results and results["machine"].startswith("NVIDIA")]
