@@ -110,13 +110,23 @@ class Operands:
         run = row_functions.bind_row_ranges(self.offsets, self.token_of_row, 1, 3, self.tokens, **of_product)
         return Part(run(self.offsets, self.token_of_row))
 
+    def blocks_of_experts(self) -> Part:
+        """Return the same rows by blocks of experts, with own rows first."""
+        own = 1, self.tokens // 3
+        run = row_functions.bind_expert_blocks(self.offsets, self.token_of_row, own=own)
+        return Part(run(self.offsets, self.token_of_row, 0))
+
 
 def _both(
-    bind: Callable[..., Any], o: Operands, *tensors: Any, call: Callable[[Any], tuple[Any, ...]]
+    bind: Callable[..., Any],
+    o: Operands,
+    *tensors: Any,
+    call: Callable[[Any], tuple[Any, ...]],
+    by_experts: bool = False,
 ) -> tuple[Values, Values]:
     """Return the results of a product by ranges, and of the whole product."""
     whole = bind(*tensors)(*call(o.offsets))
-    parts = bind(*tensors, ranges=True)(*call([o.ranges()]))
+    parts = bind(*tensors, ranges=True)(*call([o.blocks_of_experts() if by_experts else o.ranges()]))
     return _named(parts), _named(whole)
 
 
@@ -147,11 +157,13 @@ def fp8_product_of_ranges(o: Operands, options: KernelOptions) -> tuple[Values, 
     return _both(products.bind_grouped_gemm, o, *arguments, call=lambda rows: (*operands, None, rows, None))
 
 
-def activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
+def activation_of_ranges(
+    o: Operands, options: KernelOptions, keep: bool = True, by_experts: bool = False
+) -> tuple[Values, Values]:
     """The first product and its activation, of tokens through their index; ``keep``: with the preactivation."""
     bind, x, w, index = products.bind_grouped_gemm_activation, o.x, o.gate_up, o.token_of_row
     arguments = x, w, None, o.scale, SWIGLU, keep, options, index
-    return _both(bind, o, *arguments, call=lambda rows: (x, w, None, rows, o.scale, index))
+    return _both(bind, o, *arguments, call=lambda rows: (x, w, None, rows, o.scale, index), by_experts=by_experts)
 
 
 def fp8_activation_of_ranges(o: Operands, options: KernelOptions, keep: bool = True) -> tuple[Values, Values]:
@@ -441,6 +453,7 @@ DIRECT = (
     Direct("FP8 product of ranges", fp8_product_of_ranges, tiles=2),
     Direct("activation of ranges", activation_of_ranges, tiles=3),
     Direct("activation of ranges, without preactivation", partial(activation_of_ranges, keep=False), tiles=3),
+    Direct("activation of ranges, by experts", partial(activation_of_ranges, by_experts=True), tiles=3),
     Direct("derivative of ranges", derivative_of_ranges, tiles=2),
     Direct("FP8 derivative of ranges", fp8_derivative_of_ranges),
     Direct("weight gradient beside a sum", wgrad_beside_sum, tiles=3),

@@ -6,6 +6,7 @@ tests whose names have "delays".
 """
 
 import os
+import signal
 import time
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -597,8 +598,8 @@ def test_beside_a_collective(ranks):
 # ---- a rank that is gone -------------------------------------------------------------------------------------------
 
 
-def lost(rank):
-    """Rank 1 does not come to the second step."""
+def lost(rank, killed):
+    """Rank 1 does not come to the second step; ``killed``: its process ends."""
     on_device(rank)
     ep = fm.ExpertParallel(engine="symmetric", max_tokens=MOST, timeout_s=4)
     _made["lost"] = ep  # torch ends a process that frees symmetric memory without a CUDA context
@@ -607,8 +608,10 @@ def lost(rank):
     results(made, x, grad)
     torch.cuda.synchronize()
     dist.barrier()
+    if rank == 1 and killed:
+        os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        return None
+        return
 
     def alone():
         for _ in range(2):
@@ -616,16 +619,18 @@ def lost(rank):
             torch.cuda.synchronize()
 
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"CUDA error|does not come within 4 s"):
+    with pytest.raises(RuntimeError, match=r"CUDA error|did not come to exchange \d+ within 4 s"):
         alone()
-    return time.monotonic() - start
+    assert 2 < time.monotonic() - start < 15
 
 
-def test_a_rank_that_does_not_come(tmp_path):
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_rank_that_does_not_come(tmp_path, killed):
     """The others end within the time-out; their CUDA context is lost, so no wrong result can be used."""
     started = Ranks(tmp_path)
     try:
-        seconds, _ = started.run(lost)
-        assert 2 < seconds < 15
+        # the other rank has no error but the expected one
+        with pytest.raises(AssertionError, match=r"\Arank 1 is gone\Z") if killed else nullcontext():
+            started.run(lost, killed)
     finally:
         started.stop()

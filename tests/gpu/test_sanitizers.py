@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit.exchanges_of_one_gpu import EXCHANGES
+from kit.exchanges_of_one_gpu import EXCHANGES, PRODUCTS
 from kit.hopper import needs_gpu
 
 SANITIZER = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ["PATH"], "/usr/local/cuda/bin"]))
@@ -30,7 +30,7 @@ def test_exchanges_between_regions_of_one_gpu(tool):
     """Each tensor has an allocation of its own, so an access past its end is out of bounds. "initcheck" does not see
     that TMA writes memory, so it runs without products.
     """
-    names = [name for name in EXCHANGES if tool != "initcheck" or "product" not in name]
+    names = EXCHANGES if tool == "initcheck" else (*EXCHANGES, *PRODUCTS)
     paths = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [SANITIZER, "--tool", tool, *TOOLS[tool], "--error-exitcode", "3"]
